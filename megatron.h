@@ -1798,25 +1798,27 @@ static mt_status mti_qk_norm_views(mt_context *ctx, const char *function, const 
 }
 
 /* Applies the rule of the heads of a rank as a whole: none describes rows and columns that are seen in another width.
-   use: of the parameters, 1 the values, 2 the gradients */
+   gradients: 1: of the gradients of the parameters, 0: of their values */
 static mt_status mti_qk_norm_rule(mt_context *ctx, const char *function, const mt_qk_norm *norm, mt_tensor qkv,
-                                  int use) {
+                                  int gradients) {
     static const mt_rule rules[2] = {{"qkv q k q.bias k.bias", "RRRRR cRRRR rRRRR", NULL},
                                      {"dqkv q k q.bias k.bias", "RRRRR cPPPP rPPPP PPPPP", NULL}};
     static const char *const names[] = {"q", "k", "q.bias", "k.bias"};
     const mt_param *params[4];
-    mt_operand operands[5] = {{"qkv", mt_none(), 3}};
+    const int is = gradients ? MT_ARG_GRADIENT : 0;
+    mt_operand operands[5];
     int i, count = 1;
     params[0] = norm->q.weight, params[1] = norm->k.weight, params[2] = norm->q.bias, params[3] = norm->k.bias;
-    if (use == 2) operands[0].name = "dqkv";
+    operands[0].name = gradients ? "dqkv" : "qkv";
     operands[0].t = qkv;
+    operands[0].use = MT_ARG_IN_OUT | is;
     for (i = 0; i < 4; i++) {
         if (!params[i]) continue;
         operands[count].name = names[i];
-        operands[count].t = use == 1 ? params[i]->value : params[i]->grad;
-        operands[count++].use = use == 1 ? 1 : 3;
+        operands[count].t = gradients ? params[i]->grad : params[i]->value;
+        operands[count++].use = (gradients ? MT_ARG_IN_OUT : MT_ARG_IN) | is;
     }
-    return mt_rule_check(ctx, function, &rules[use - 1], operands, count);
+    return mt_rule_check(ctx, function, &rules[gradients], operands, count);
 }
 
 /* With saved, the norms read copies of the queries and keys. Backward needs the copies, because forward overwrites the
@@ -1838,7 +1840,7 @@ MT_API mt_status mt_qk_norm_forward(mt_context *ctx, const mt_qk_norm *norm, mt_
     static const char *const function = "mt_qk_norm_forward";
     mt_tensor q, k;
     MT_TRY(mti_qk_norm_views(ctx, function, norm, "qkv", qkv, &q, &k));
-    MT_TRY(mti_qk_norm_rule(ctx, function, norm, qkv, 1));
+    MT_TRY(mti_qk_norm_rule(ctx, function, norm, qkv, 0));
     mt_check_pause(ctx);
     return mt_check_resume(ctx, mti_qk_norm_forward(ctx, norm, q, k, saved));
 }
@@ -1855,7 +1857,7 @@ MT_API mt_status mt_qk_norm_backward(mt_context *ctx, const mt_qk_norm *norm, mt
     mt_tensor q, k;
     MT_TRY(mti_qk_norm_views(ctx, function, norm, "dqkv", dqkv, &q, &k));
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
-    MT_TRY(mti_qk_norm_rule(ctx, function, norm, dqkv, 2));
+    MT_TRY(mti_qk_norm_rule(ctx, function, norm, dqkv, 1));
     mt_check_pause(ctx);
     return mt_check_resume(ctx, mti_qk_norm_backward(ctx, norm, q, k, saved));
 }

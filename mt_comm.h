@@ -1042,6 +1042,9 @@ MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *com
      w  the operand has all columns
      k  the operand has the first rows, until those of this rank's share of the first operand; not over "data"
      a  any rows; not over "data"
+   "dx(x)" in operands is the operand dx, to which the call writes the gradient of operand x. "x(x)" is an x that the
+   call replaces by its gradient. With mt_context_desc.check == 2, a call that computes the gradient of x is refused if
+   the gradient has replaced x already.
    data_cases has further cases for the group "data", where the rows of different ranks are other sequences; NULL: none.
    For example,
        static const mt_rule rule = {"y bias", "RR rR cc", NULL};       // y += bias; P would add it on every rank
@@ -1055,10 +1058,34 @@ typedef struct mt_rule {
     const char *operands, *cases, *data_cases;
 } mt_rule;
 
+/* What a call does with an operand, and what the operand is, for mt_operand.use and mt_arg.use. MT_ARG_IN: the call
+   reads it, MT_ARG_OUT: it writes it. Add the others with |.
+   MT_ARG_OPTIONAL  of mt_arg: it may be mt_none()
+   MT_ARG_GRADIENT  it is a gradient, such as dy and dx: terms of it are summed by other calls than those of an output
+   MT_ARG_GATHERED  it has what all ranks have computed, one below the other, as mt_all_gather gives it
+   MT_ARG_SUM       the call adds a sum over rows to it, as mt_bias_backward does to dbias
+   MT_ARG_PRODUCT   it is the result of a product, such as c of mt_gemm; a gradient, if the call reads one. With
+                    MT_ARG_SUM, it is a product that sums over the rows of its operands, such as dweight of
+                    mt_linear_gradients
+   MT_ARG_MOVED     the call writes elements of it, or sums or multiples of them, as mt_add does; if it is a gradient,
+                    the results are gradients
+   Invariant mode looks at the last three, see mt_set_sum_check. */
+enum {
+    MT_ARG_IN = 1,
+    MT_ARG_OUT = 2,
+    MT_ARG_IN_OUT = 3,
+    MT_ARG_OPTIONAL = 4,
+    MT_ARG_SUM = 16,
+    MT_ARG_PRODUCT = 32,
+    MT_ARG_GRADIENT = 64,
+    MT_ARG_MOVED = 128,
+    MT_ARG_GATHERED = 512
+};
+
 typedef struct mt_operand {
     const char *name;
     mt_tensor t;
-    int use; /* 1: the call reads t, 2: it writes t, 3: both, 7: it replaces t by the gradient of t */
+    int use; /* MT_ARG_IN, for instance */
 } mt_operand;
 
 MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule *rule, const mt_operand *operands,
@@ -1598,7 +1625,7 @@ typedef struct mti_transport {
    collective    a collective begins; its arguments are valid
    p2p           the same for a send, a receive or both
    region        an f, g, scatter or gather begins. It makes y of x; `is` and `becomes` are their placements, R, r, c or
-                 P as in mt_rule. y is empty where nothing is written
+                 P as in mt_rule. y is empty where nothing is written. is_gradient: 1 if x is a gradient for certain
    rows          the same for some rows of each block, in the calls in chunks of sequence parallelism
    passed        the call `name`, a collective or region without "mt_", has passed the checks of this rank. Every rank
                  calls this hook here, so it may communicate
@@ -1610,7 +1637,7 @@ typedef struct mti_hooks {
     void (*reused)(mt_context *ctx, const void *data, size_t bytes);
     mt_status (*collective)(mt_context *ctx, const mt_comm *comm, const mti_call *call);
     mt_status (*p2p)(mt_context *ctx, const mti_call *call);
-    mt_status (*region)(mt_context *ctx, const mt_comm *comm, const char *where, char is, char becomes,
+    mt_status (*region)(mt_context *ctx, const mt_comm *comm, const char *where, char is, char becomes, int is_gradient,
                         const char *x_name, mt_tensor x, mt_tensor y);
     mt_status (*rows)(mt_context *ctx, const mt_comm *comm, int gathers, const char *where, mt_tensor x, mt_tensor y,
                       int64_t first, int64_t rows);
@@ -8842,41 +8869,42 @@ static mt_tensor mti_dense(mt_tensor t) {
     } while (0)
 
 /* Applies the rule of a region and, if it fits, evaluates `call`. */
-#define MTI_REGION(ctx, comm, where, is, becomes, x_name, x, y, call)                                                  \
+#define MTI_REGION(ctx, comm, where, is, becomes, is_gradient, x_name, x, y, call)                                     \
     do {                                                                                                               \
-        MT_TRY(MTI_HOOK(ctx, region(ctx, comm, where, is, becomes, x_name, x, y)));                                    \
+        MT_TRY(MTI_HOOK(ctx, region(ctx, comm, where, is, becomes, is_gradient, x_name, x, y)));                       \
         MTI_WITHOUT_CHECKS(ctx, comm, &(where)[3], call);                                                              \
     } while (0)
 
-static mt_status mti_region_reduce(mt_context *ctx, mt_comm *comm, const char *where, const char *x_name, mt_tensor t) {
+static mt_status mti_region_reduce(mt_context *ctx, mt_comm *comm, const char *where, int is_gradient,
+                                   const char *x_name, mt_tensor t) {
     MT_TRY(mti_check_view(ctx, comm, where + 3, "the tensor", t));
-    MTI_REGION(ctx, comm, where, 'P', 'R', x_name, t, t,
+    MTI_REGION(ctx, comm, where, 'P', 'R', is_gradient, x_name, t, t,
                mt_all_reduce(ctx, comm, t.data, t.data, mti_elements(t), t.dtype, MT_SUM));
 }
 
 MT_API mt_status mt_copy_to_tensor_region_forward(mt_context *ctx, mt_comm *comm, mt_tensor x) {
     MT_TRY(mti_check_view(ctx, comm, "copy_to_tensor_region_forward", "x", x));
-    return MTI_HOOK(ctx,
-                    region(ctx, comm, "mt_copy_to_tensor_region_forward", 'R', 'R', "x", x, mt_tensor_rows(x, 0, 0)));
+    return MTI_HOOK(
+        ctx, region(ctx, comm, "mt_copy_to_tensor_region_forward", 'R', 'R', 0, "x", x, mt_tensor_rows(x, 0, 0)));
 }
 
 MT_API mt_status mt_copy_to_tensor_region_backward(mt_context *ctx, mt_comm *comm, mt_tensor dx) {
-    return mti_region_reduce(ctx, comm, "mt_copy_to_tensor_region_backward", "dx", dx);
+    return mti_region_reduce(ctx, comm, "mt_copy_to_tensor_region_backward", 1, "dx", dx);
 }
 
 MT_API mt_status mt_reduce_from_tensor_region_forward(mt_context *ctx, mt_comm *comm, mt_tensor y) {
-    return mti_region_reduce(ctx, comm, "mt_reduce_from_tensor_region_forward", "y", y);
+    return mti_region_reduce(ctx, comm, "mt_reduce_from_tensor_region_forward", 0, "y", y);
 }
 
 MT_API mt_status mt_reduce_from_tensor_region_backward(mt_context *ctx, mt_comm *comm, mt_tensor dy) {
     MT_TRY(mti_check_view(ctx, comm, "reduce_from_tensor_region_backward", "dy", dy));
-    return MTI_HOOK(
-        ctx, region(ctx, comm, "mt_reduce_from_tensor_region_backward", 'R', 'R', "dy", dy, mt_tensor_rows(dy, 0, 0)));
+    return MTI_HOOK(ctx, region(ctx, comm, "mt_reduce_from_tensor_region_backward", 'R', 'R', 1, "dy", dy,
+                                mt_tensor_rows(dy, 0, 0)));
 }
 
 MT_API mt_status mt_scatter_to_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
     MT_TRY(mti_check_views(ctx, comm, "scatter_to_tensor_region", x, y, 1, 0));
-    MTI_REGION(ctx, comm, "mt_scatter_to_tensor_region", 'R', 'c', "x", x, y,
+    MTI_REGION(ctx, comm, "mt_scatter_to_tensor_region", 'R', 'c', 0, "x", x, y,
                mti_copy_columns(ctx, mti_dense(y), mt_tensor_cols(mti_dense(x), y.cols * comm->rank, y.cols)));
 }
 
@@ -8903,7 +8931,7 @@ static mt_status mti_gather_from_tensor_region(mt_context *ctx, mt_comm *comm, m
 
 MT_API mt_status mt_gather_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
     MT_TRY(mti_check_views(ctx, comm, "gather_from_tensor_region", x, y, 0, 0));
-    MTI_REGION(ctx, comm, "mt_gather_from_tensor_region", 'c', 'R', "x", x, y,
+    MTI_REGION(ctx, comm, "mt_gather_from_tensor_region", 'c', 'R', 0, "x", x, y,
                mti_gather_from_tensor_region(ctx, comm, x, y));
 }
 
@@ -8911,19 +8939,19 @@ MT_API mt_status mt_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, m
     mt_tensor mine;
     MT_TRY(mti_check_views(ctx, comm, "scatter_to_sequence_region", x, y, 1, 1));
     mine = mt_tensor_rows(mti_dense(x), y.rows * comm->rank, y.rows);
-    MTI_REGION(ctx, comm, "mt_scatter_to_sequence_region", 'R', 'r', "x", x, y,
+    MTI_REGION(ctx, comm, "mt_scatter_to_sequence_region", 'R', 'r', 0, "x", x, y,
                mti_bytes_copy(ctx, y.data, mine.data, mti_elements(y) * mt_dtype_size(y.dtype)));
 }
 
 MT_API mt_status mt_gather_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
     MT_TRY(mti_check_views(ctx, comm, "gather_from_sequence_region", x, y, 0, 1));
-    MTI_REGION(ctx, comm, "mt_gather_from_sequence_region", 'r', 'R', "x", x, y,
+    MTI_REGION(ctx, comm, "mt_gather_from_sequence_region", 'r', 'R', 0, "x", x, y,
                mt_all_gather(ctx, comm, x.data, y.data, mti_elements(x), x.dtype));
 }
 
 MT_API mt_status mt_reduce_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
     MT_TRY(mti_check_views(ctx, comm, "reduce_scatter_to_sequence_region", x, y, 1, 1));
-    MTI_REGION(ctx, comm, "mt_reduce_scatter_to_sequence_region", 'P', 'r', "x", x, y,
+    MTI_REGION(ctx, comm, "mt_reduce_scatter_to_sequence_region", 'P', 'r', 0, "x", x, y,
                mt_reduce_scatter(ctx, comm, x.data, y.data, mti_elements(y), x.dtype, MT_SUM));
 }
 
@@ -8975,7 +9003,7 @@ MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *com
     MT_TRY(mti_check_view(ctx, comm, "reduce_rows_from_tensor_region", "y", y));
     MT_TRY(mti_check_rows(ctx, comm, "reduce_rows_from_tensor_region", y, first, rows));
     call = mti_rows_call(MT_ALL_REDUCE, y, y, y, first, rows);
-    MTI_REGION(ctx, comm, "mt_reduce_rows_from_tensor_region", 'P', 'R', "y", mt_tensor_rows(y, first, rows),
+    MTI_REGION(ctx, comm, "mt_reduce_rows_from_tensor_region", 'P', 'R', 0, "y", mt_tensor_rows(y, first, rows),
                mt_tensor_rows(y, first, rows), MT_RANGE("all_reduce", mti_run_collective(ctx, comm, &call)));
 }
 
@@ -9981,7 +10009,8 @@ typedef struct mti_placed {
     const char *by, *with;           /* the operator that has written it, and the parameter that it used, or NULL */
     const char *name;                /* of a parameter; in mti_checker.names */
     int64_t parts;                   /* of a parameter, see mt_param_desc */
-    int is_gradient;
+    int is_gradient;                 /* 1: the gradient of a parameter, or written by a call as a gradient */
+    int is_declared;                 /* 1: mt_declare has said what it is */
     const char *features; /* the parameter whose features these columns are, after elementwise calls, too; or NULL */
     char summed_over[16]; /* of a gradient: the program has summed it over this group, which is not in axes; or "" */
     int some_columns;     /* 1: it was computed from some columns of a tensor, and has as many */
@@ -10470,12 +10499,14 @@ typedef struct mti_known {
     unsigned char parts[MTI_KNOWN_PARTS][MTI_AXES]; /* of the pieces that it meets and that are not zero, each once */
     int count;
     int zero;
-    int unwritten;               /* 1: nothing has written it, or a part of it, since it was allocated */
-    int some_columns;            /* 1: it has, or was computed from, some columns of a tensor */
+    int unwritten;    /* 1: nothing has written it, or a part of it, since it was allocated */
+    int some_columns; /* 1: it has, or was computed from, some columns of a tensor */
+    int is_gradient;  /* of the newest piece, as are is_declared, by and with */
+    int is_declared;
     mti_extent in;               /* of the newest piece that has all of the view; width 0: there is none */
     unsigned apart;              /* a bit for each group whose ranks may read other rows or columns */
     unsigned terms;              /* a bit for each group in which mt_check_view makes a term of what all ranks have */
-    const char *by, *with;       /* of the newest piece, or NULL */
+    const char *by, *with;       /* or NULL */
     const mti_placed *parameter; /* NULL: the view is no part of one */
 } mti_known;
 
@@ -10485,13 +10516,20 @@ static int mti_has_some_columns(mti_extent e, const mti_placed *p) {
     return e.width < p->at.width && mti_extents_share_rows(e, p->at);
 }
 
+static void mti_known_newest(mti_known *k, const mti_placed *p) {
+    k->is_gradient = p->is_gradient;
+    k->is_declared = p->is_declared;
+    k->by = p->by;
+    k->with = p->with;
+}
+
 /* Adds what a piece says about a view. covers: 1 if the piece has all of the view */
 static void mti_known_add(mti_known *k, mti_extent e, const mti_placed *p, int covers) {
     unsigned char part[MTI_AXES];
     int g, i;
     if (p->zero) return;
     if (mti_has_some_columns(e, p)) k->some_columns = 1;
-    if (k->count == 0) k->by = p->by, k->with = p->with;
+    if (k->count == 0) mti_known_newest(k, p);
     for (g = 0; g < MTI_AXES; g++) {
         unsigned char may = mti_seen_through(e, p->at, p->may[g]);
         int more = !covers && (may & MTI_SPLIT_PLACEMENTS) ? MTI_SPLIT_PLACEMENTS : 0; /* split in some way */
@@ -10512,8 +10550,7 @@ static mti_known mti_known_of_parameter(mti_extent e, const mti_placed *p) {
     k.parameter = p;
     k.in = p->at;
     k.zero = p->zero;
-    k.by = p->by;
-    k.with = p->with;
+    mti_known_newest(&k, p);
     k.some_columns = mti_has_some_columns(e, p);
     for (g = 0; g < MTI_AXES; g++) k.may[g] = mti_seen_through(e, p->at, p->zero ? p->adds[g] : p->may[g]);
     return k;
@@ -10636,6 +10673,8 @@ static void mti_placed_join(mti_placed *p, const mti_placed *q) {
         int both = q->zero ? p->may[g] : p->zero ? q->may[g] : p->may[g] | q->may[g];
         p->may[g] = (unsigned char)(are_rows ? both : MTI_ALL_PLACEMENTS);
     }
+    p->is_gradient = (p->is_gradient || p->zero) && (q->is_gradient || q->zero);
+    p->is_declared = p->is_declared && q->is_declared;
     p->zero = p->zero && q->zero;
     p->some_columns = p->some_columns || q->some_columns;
     p->is_replaced = p->is_replaced && q->is_replaced;
@@ -10753,15 +10792,28 @@ static mt_status mti_placement_note(mt_context *ctx, mt_tensor t, const unsigned
     }
     p->by = by;
     p->with = with;
+    p->is_declared = 0;
     p->content = 0;
     return MT_SUCCESS;
 }
 
-/* Notes that t has only some columns of a tensor. */
-static void mti_columns_note(mti_checker *c, mt_tensor t) {
+/* Returns the newest piece that meets a view, if it has the same memory, or NULL. */
+static mti_placed *mti_written_as(mti_checker *c, mt_tensor t) {
     mti_extent e = mti_extent_of(t);
     mti_placed *p = mti_placed_older(&c->written, e, UINT64_MAX);
-    if (p && mti_extent_covers(p->at, e) && mti_extent_covers(e, p->at)) p->some_columns = 1;
+    return p && mti_extent_covers(p->at, e) && mti_extent_covers(e, p->at) ? p : NULL;
+}
+
+/* Notes that t has only some columns of a tensor. */
+static void mti_columns_note(mti_checker *c, mt_tensor t) {
+    mti_placed *p = mti_written_as(c, t);
+    if (p) p->some_columns = 1;
+}
+
+/* Notes that what was written to t is a gradient. */
+static void mti_gradient_note(mti_checker *c, mt_tensor t) {
+    mti_placed *p = mti_parameter_at(c, mti_extent_of(t)) ? NULL : mti_written_as(c, t);
+    if (p) p->is_gradient = 1;
 }
 
 MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes) {
@@ -10792,6 +10844,12 @@ static mt_status mti_forget_view(mt_context *ctx, mt_tensor t) {
 
 static mt_status mti_terms_share(mt_context *ctx, int g, mt_tensor t); /* replicas.c */
 
+/* Returns the parameter or gradient of a view, or else the newest piece that meets it, or NULL. */
+static mti_placed *mti_newest_at(const mti_checker *c, mti_extent at) {
+    mti_placed *p = mti_parameter_at(c, at);
+    return p ? p : mti_placed_older(&c->written, at, UINT64_MAX);
+}
+
 /* Notes that t is what `set` says over a group. */
 static mt_status mti_declare_set(mt_context *ctx, const mt_comm *comm, mt_tensor t, int set) {
     mti_known k;
@@ -10806,13 +10864,8 @@ static mt_status mti_declare_set(mt_context *ctx, const mt_comm *comm, mt_tensor
     k.may[g] = (unsigned char)set;
     MT_TRY(mti_placement_note(ctx, t, k.may, 0, "mt_declare", NULL));
     if (k.some_columns) mti_columns_note(ctx->checker, t);
+    mti_newest_at(ctx->checker, mti_extent_of(t))->is_declared = 1;
     return MT_SUCCESS;
-}
-
-/* Returns the parameter or gradient of a view, or else the newest piece that meets it, or NULL. */
-static mti_placed *mti_newest_at(const mti_checker *c, mti_extent at) {
-    mti_placed *p = mti_parameter_at(c, at);
-    return p ? p : mti_placed_older(&c->written, at, UINT64_MAX);
 }
 
 /* Whether ranks may have any content in all of e, by mt_declare_meant. */
@@ -10964,6 +11017,7 @@ static mt_status mti_range_note(mt_context *ctx, int g, const struct mti_ruling 
 /* An operand of a rule in a call. */
 typedef struct mti_ruled {
     const mt_operand *operand; /* NULL: the call leaves it out */
+    int gradient_of;           /* number of the operand whose gradient the call writes here; -1: none */
     mti_known known;
 } mti_ruled;
 
@@ -10976,6 +11030,12 @@ typedef struct mti_ruling {
     int over_all;     /* 1: the call is a sum over all groups together */
     const char *with; /* name of a parameter among the operands, or NULL */
 } mti_ruling;
+
+static int mti_reads(const mti_ruled *o) { return o->operand && (o->operand->use & MT_ARG_IN); }
+
+static int mti_writes(const mti_ruled *o) { return o->operand && (o->operand->use & MT_ARG_OUT); }
+
+static int mti_only_reads(const mti_ruled *o) { return mti_reads(o) && !mti_writes(o); }
 
 /* Returns the set that a letter of a case stands for. */
 static int mti_letter_set(char letter) {
@@ -11050,7 +11110,7 @@ static int mti_share_of(const mti_ruling *r, int i, int g) {
 /* The same of what all ranks have and a call only reads. */
 static int mti_own_share(const mti_ruling *r, int i, int g) {
     const mti_ruled *o = &r->operands[i];
-    if (!o->operand || o->operand->use != 1 || o->known.may[g] != 1 << MT_REPLICATED) return 0;
+    if (!mti_only_reads(o) || o->known.may[g] != 1 << MT_REPLICATED) return 0;
     return mti_share_of(r, i, g);
 }
 
@@ -11058,7 +11118,7 @@ static int mti_own_share(const mti_ruling *r, int i, int g) {
 static int mti_is_term(const mti_ruling *r, int i, int g, char letter) {
     const mti_ruled *o = &r->operands[i];
     const mti_placed *p = o->known.parameter;
-    if ((letter != 'r' && letter != 'c') || !o->operand || !(o->operand->use & 2) || !p || !p->is_gradient) return 0;
+    if ((letter != 'r' && letter != 'c') || !mti_writes(o) || !p || !p->is_gradient) return 0;
     return p->adds[g] == 1 << MT_PARTIAL && mti_share_of(r, i, g) == mti_letter_set(letter);
 }
 
@@ -11072,7 +11132,7 @@ static int mti_has_first_rows(const mti_ruling *r, int i, int g) {
 
 /* What a letter says of operand i, apart from its placement, see mt_rule. */
 static int mti_extent_fits(const mti_ruling *r, int i, int g, char letter) {
-    int reads = r->operands[i].operand->use & 1;
+    int reads = mti_reads(&r->operands[i]);
     switch (letter) {
     case 'o': return !reads || mti_has_own_columns(r, i, g);
     case 'w': return !reads || mti_shares(r, i) == 1;
@@ -11086,7 +11146,7 @@ static int mti_extent_fits(const mti_ruling *r, int i, int g, char letter) {
    term of it. */
 static int mti_result_set(const mti_ruling *r, int i, int g, char letter) {
     if (mti_is_term(r, i, g, letter)) return 1 << MT_PARTIAL;
-    if (letter != 'o' || !r->operands[i].operand || (r->operands[i].operand->use & 1)) return mti_letter_set(letter);
+    if (letter != 'o' || !r->operands[i].operand || mti_reads(&r->operands[i])) return mti_letter_set(letter);
     return 1 << (mti_shares(r, i) > 1 ? MT_PARTIAL : MT_SPLIT_COLS);
 }
 
@@ -11094,7 +11154,7 @@ static int mti_result_set(const mti_ruling *r, int i, int g, char letter) {
    gradient may become when the call only writes it. */
 static int mti_ruled_set(const mti_ruled *o, int g) {
     const mti_placed *p = o->known.parameter;
-    if (o->operand->use & 1) return o->known.zero && !p ? MTI_ALL_PLACEMENTS : o->known.may[g];
+    if (mti_reads(o)) return o->known.zero && !p ? MTI_ALL_PLACEMENTS : o->known.may[g];
     return p ? p->adds[g] : MTI_ALL_PLACEMENTS;
 }
 
@@ -11103,7 +11163,7 @@ static int mti_letter_fits(const mti_ruling *r, int i, int g, char letter) {
     const mti_ruled *o = &r->operands[i];
     int set = mti_result_set(r, i, g, letter), part;
     if (!(mti_ruled_set(o, g) & set)) return 0;
-    for (part = 0; (o->operand->use & 1) && part < o->known.count; part++)
+    for (part = 0; mti_reads(o) && part < o->known.count; part++)
         if (!(o->known.parts[part][g] & set)) return 0;
     return mti_extent_fits(r, i, g, letter);
 }
@@ -11180,7 +11240,7 @@ static int mti_parameter_hint(const mti_ruling *r, int g, int i, char *text, siz
             !mti_extent_covers(mti_extent_of(r->operands[k].operand->t), p->at))
             snprintf(text, size, ", or say with mt_check_view that the view of '%.100s' is of this rank's rows",
                      p->name);
-        if (!p || !p->is_gradient || !(r->operands[k].operand->use & 2)) continue;
+        if (!p || !p->is_gradient || !mti_writes(&r->operands[k])) continue;
         if (mti_is_synchronised(p, g)) {
             snprintf(text, size,
                      ": the gradient of '%.100s' is synchronised already; call mt_params_zero_grad before the first "
@@ -11199,20 +11259,8 @@ static int mti_parameter_hint(const mti_ruling *r, int g, int i, char *text, siz
     return 0;
 }
 
-/* Whether an operand is the gradient of a tensor: by its name in the rule, or because it is the product of a gradient
-   and a weight that is split by rows. (A weight that is split by columns makes a term of an output, and so does an
-   embedding, whose table is split by rows.) */
-static int mti_is_gradient(const mti_checker *c, const mti_ruled *o, int g) {
-    size_t i;
-    if (o->operand->name[0] == 'd' || (o->known.by && strstr(o->known.by, "_backward"))) return 1;
-    if (o->known.by && strcmp(o->known.by, "mt_gemm") != 0 && strcmp(o->known.by, "mt_linear_activation_backward") != 0)
-        return 0;
-    for (i = 0; o->known.with && i < c->parameters.count; i++) {
-        const mti_placed *p = &c->parameters.list[i];
-        if (!p->is_gradient && strcmp(p->name, o->known.with) == 0) return p->may[g] == 1 << MT_SPLIT_ROWS;
-    }
-    return 0;
-}
+/* Whether an operand is a gradient: its use says so, or it was written as one. */
+static int mti_is_gradient(const mti_ruled *o) { return (o->operand->use & MT_ARG_GRADIENT) || o->known.is_gradient; }
 
 /* Returns the region call that turns a placement into another one, or NULL. */
 static const char *mti_region_remedy(int is, int must, int is_gradient) {
@@ -11235,8 +11283,8 @@ static const char *mti_remedy(const mti_checker *c, const mti_ruled *o, int g, i
     int is = o->known.may[g], sums = is >> MT_PARTIAL & 1, whole = must >> MT_REPLICATED & 1;
     int number = o->operand->t.rows == 1 && o->operand->t.cols == 1;
     if (whole && sums && o->known.parameter && o->known.parameter->is_gradient) return "mt_sync_gradients";
-    if (whole && strcmp(o->operand->name, "gathered") == 0) return "mt_all_gather"; /* one shard below the other */
-    if (!mti_is_data(&c->axes[g])) return mti_region_remedy(is, must, mti_is_gradient(c, o, g));
+    if (whole && (o->operand->use & MT_ARG_GATHERED)) return "mt_all_gather";
+    if (!mti_is_data(&c->axes[g])) return mti_region_remedy(is, must, mti_is_gradient(o));
     return whole && (sums || number) ? "mt_all_reduce" : NULL;
 }
 
@@ -11247,7 +11295,7 @@ static void mti_term_hint(const mti_ruling *r, int g, int ranks, char *text, siz
     text[0] = 0;
     while (r->count > 1 && (at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
         if (mti_case_misfits(r, at, g, &first) != 1 || at[first] != 'P') continue;
-        if (r->operands[first].operand->use != 1 || r->operands[first].known.may[g] != 1 << MT_REPLICATED) continue;
+        if (!mti_only_reads(&r->operands[first]) || r->operands[first].known.may[g] != 1 << MT_REPLICATED) continue;
         name = r->operands[first].operand->name;
         snprintf(
             text, size,
@@ -11285,7 +11333,7 @@ static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, in
     mti_set_text(o->known.may[g], is, sizeof is);
     mti_set_text(must, wanted, sizeof wanted);
     snprintf(at, sizeof at, " (%.30s)", o->operand->name);
-    if (o->known.parameter && (o->operand->use & 2))
+    if (o->known.parameter && mti_writes(o))
         return mti_write_refuse(ctx, r->where, o->known.parameter, at, g, must, mti_ruled_set(o, g));
     mti_with_text(ctx->checker, r->with, at, sizeof at);
     mti_since_text(o->known.parameter ? NULL : o->known.by, o->known.with, since, sizeof since);
@@ -11327,7 +11375,7 @@ static int mti_reads_replicas(const mti_ruling *r, int g) {
     int i, any = 0;
     for (i = 0; i < r->count; i++) {
         const mti_ruled *o = &r->operands[i];
-        if (!o->operand || !(o->operand->use & 1) || (o->known.zero && !o->known.parameter)) continue;
+        if (!mti_reads(o) || (o->known.zero && !o->known.parameter)) continue;
         if (o->known.may[g] != 1 << MT_REPLICATED) return 0;
         any = 1;
     }
@@ -11336,14 +11384,14 @@ static int mti_reads_replicas(const mti_ruling *r, int g) {
 
 /* Whether a rule says of a call that it computes the same on all ranks, from nothing. */
 static int mti_is_constant(const mti_ruling *r) {
-    return r->count == 1 && r->operands[0].operand && r->operands[0].operand->use == 2 &&
+    return r->count == 1 && mti_writes(&r->operands[0]) && !mti_reads(&r->operands[0]) &&
            strcmp(r->rule->cases, "R") == 0;
 }
 
 /* Whether operand i, which all ranks have, does not fit a letter only because of its extent. */
 static int mti_is_other_extent(const mti_ruling *r, int i, int g, char letter) {
     const mti_ruled *o = &r->operands[i];
-    if (!o->operand || !(o->operand->use & 1) || o->known.may[g] != 1 << MT_REPLICATED) return 0;
+    if (!mti_reads(o) || o->known.may[g] != 1 << MT_REPLICATED) return 0;
     if (letter == 'o') return mti_shares(r, i) > 1 && !mti_has_own_columns(r, i, g);
     return letter == 'k' && !mti_has_first_rows(r, i, g);
 }
@@ -11434,18 +11482,27 @@ static mt_status mti_rule_axis(mt_context *ctx, const mti_ruling *r, int g, unsi
     return fits ? MT_SUCCESS : mti_rule_refuse(ctx, r, g, culprit, must);
 }
 
-/* Sets *word to the next name in a rule's list of operands, and moves *next behind it. Returns its length; 0: the list
-   ends. */
+/* Sets *word to the next name in a rule's list of operands, and moves *next behind it, and behind "(x)". Returns its
+   length; 0: the list ends. */
 static size_t mti_rule_word(const char **next, const char **word) {
-    size_t length;
     *word = *next + strspn(*next, " ");
-    length = strcspn(*word, " ");
-    *next = *word + length;
-    return length;
+    *next = *word + strcspn(*word, " ");
+    return strcspn(*word, " (");
 }
 
-static int mti_word_is(const char *word, size_t length, const char *name) {
-    return strlen(name) == length && strncmp(word, name, length) == 0;
+/* Returns the number of a rule's operand of this name, or -1. */
+static int mti_rule_number(const mt_rule *rule, const char *name, size_t length) {
+    const char *next = rule->operands, *word;
+    size_t n;
+    int i;
+    for (i = 0; (n = mti_rule_word(&next, &word)) > 0; i++)
+        if (n == length && strncmp(word, name, n) == 0) return i;
+    return -1;
+}
+
+/* Returns the number of the operand whose gradient a word is of: that of x for "dx(x)", or -1. */
+static int mti_rule_gradient(const mt_rule *rule, const char *word, size_t length) {
+    return word[length] == '(' ? mti_rule_number(rule, word + length + 1, strcspn(word + length + 1, ") ")) : -1;
 }
 
 /* Looks up the operands of a call, in the order of the rule. */
@@ -11454,11 +11511,15 @@ static void mti_ruling_fill(mti_checker *c, mti_ruling *r, const mt_operand *ope
     size_t length;
     int i;
     for (r->count = 0; r->count < MTI_RULE_OPERANDS && (length = mti_rule_word(&next, &word)) > 0; r->count++) {
-        mti_ruled *o = &r->operands[r->count];
-        o->operand = NULL;
-        for (i = 0; i < count; i++)
-            if (mti_word_is(word, length, operands[i].name) && mti_has_elements(operands[i].t))
-                o->operand = &operands[i];
+        r->operands[r->count].operand = NULL;
+        r->operands[r->count].gradient_of = mti_rule_gradient(r->rule, word, length);
+    }
+    for (i = 0; i < count; i++) {
+        int k = mti_rule_number(r->rule, operands[i].name, strlen(operands[i].name));
+        if (k >= 0 && k < r->count && mti_has_elements(operands[i].t)) r->operands[k].operand = &operands[i];
+    }
+    for (i = 0; i < r->count; i++) {
+        mti_ruled *o = &r->operands[i];
         if (o->operand) o->known = mti_known_of(c, o->operand->t);
         if (o->operand && o->known.parameter && !r->with) r->with = o->known.parameter->name;
     }
@@ -11470,7 +11531,7 @@ static void mti_numbers_assume(mti_ruling *r, int i, int g) {
     mti_ruled *o = &r->operands[i];
     const char *more = r->rule->data_cases, *at = NULL;
     int is_data = mti_is_data(&r->checker->axes[g]), set = 0, first, misfits;
-    if (!o->operand || o->operand->use != 1 || o->operand->t.dtype != MT_I32 || o->known.zero) return;
+    if (!mti_only_reads(o) || o->operand->t.dtype != MT_I32 || o->known.zero) return;
     if (o->known.may[g] != MTI_ALL_PLACEMENTS || o->known.count > 1) return;
     if (!is_data) more = NULL;
     while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
@@ -11480,15 +11541,6 @@ static void mti_numbers_assume(mti_ruling *r, int i, int g) {
     if (!set || set & (set - 1)) return;
     o->known.may[g] = (unsigned char)set;
     if (o->known.count) o->known.parts[0][g] = (unsigned char)set;
-}
-
-/* Whether a rule has an operand of this name. */
-static int mti_rule_names(const mt_rule *rule, const char *name) {
-    const char *next = rule->operands, *word;
-    size_t length;
-    while ((length = mti_rule_word(&next, &word)) > 0)
-        if (mti_word_is(word, length, name)) return 1;
-    return 0;
 }
 
 /* Refuses arguments of mt_rule_check that are NULL, and operands that the rule does not have. */
@@ -11507,7 +11559,7 @@ static mt_status mti_rule_arguments(mt_context *ctx, const char *where, const mt
     for (i = 0; i < count; i++) {
         if (!operands[i].name)
             return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_rule_check of %.60s: operands[%d].name is NULL", where, i);
-        if (!mti_rule_names(rule, operands[i].name))
+        if (mti_rule_number(rule, operands[i].name, strlen(operands[i].name)) < 0)
             return mt_fail(ctx, MT_ERR_ARGUMENT,
                            "mt_rule_check of %.60s: its rule has no operand '%.60s', only: %.200s", where,
                            operands[i].name, rule->operands);
@@ -11576,7 +11628,7 @@ static mt_status mti_written_check(mt_context *ctx, const mti_ruling *r) {
     if (!ctx->checker->strict || !mti_declares(ctx->checker)) return MT_SUCCESS;
     for (i = 0; i < r->count; i++) {
         const mti_ruled *o = &r->operands[i];
-        if (!o->operand || !(o->operand->use & 1) || !o->known.unwritten) continue;
+        if (!mti_reads(o) || !o->known.unwritten) continue;
         if (!mt_dtype_is_float(o->operand->t.dtype) || !mti_is_in_arena(ctx, mti_extent_of(o->operand->t))) continue;
         mti_with_text(ctx->checker, r->with, at, sizeof at);
         mti_missing_text(ctx->checker, o->operand->t, missing, sizeof missing);
@@ -11644,7 +11696,7 @@ static void mti_unknown_count(mti_checker *c, const mti_ruling *r) {
     char at[192];
     int i, g;
     for (i = 0; i < r->count; i++)
-        for (g = 0; r->operands[i].operand && (r->operands[i].operand->use & 1) && g < c->count; g++) {
+        for (g = 0; mti_reads(&r->operands[i]) && g < c->count; g++) {
             const mti_known *k = &r->operands[i].known;
             if (k->zero || c->axes[g].only_group || !(k->may[g] & (k->may[g] - 1))) continue;
             if (c->unknown++ > 0) continue;
@@ -11659,7 +11711,7 @@ static int mti_reads_some_columns(const mti_ruling *r, mt_tensor t) {
     int i;
     for (i = 0; i < r->count; i++) {
         const mti_ruled *o = &r->operands[i];
-        if (o->operand && (o->operand->use & 1) && o->known.some_columns && o->operand->t.cols == t.cols) return 1;
+        if (mti_reads(o) && o->known.some_columns && o->operand->t.cols == t.cols) return 1;
     }
     return 0;
 }
@@ -11683,7 +11735,7 @@ static const char *mti_features_of(const mti_ruling *r, mt_tensor t) {
         const mti_ruled *o = &r->operands[i];
         const mti_placed *p;
         mti_extent e;
-        if (!o->operand || !(o->operand->use & 1)) continue;
+        if (!mti_reads(o)) continue;
         if (o->known.parameter && mti_is_split_along(r, o, t.cols)) return o->known.parameter->name;
         if (o->known.parameter || o->operand->t.cols != t.cols) continue;
         e = mti_extent_of(o->operand->t);
@@ -11694,9 +11746,32 @@ static const char *mti_features_of(const mti_ruling *r, mt_tensor t) {
 }
 
 static void mti_features_note(mti_checker *c, mt_tensor t, const char *features) {
-    mti_extent e = mti_extent_of(t);
-    mti_placed *p = mti_placed_older(&c->written, e, UINT64_MAX);
-    if (p && mti_extent_covers(p->at, e) && mti_extent_covers(e, p->at)) p->features = features;
+    mti_placed *p = mti_written_as(c, t);
+    if (p) p->features = features;
+}
+
+/* Whether what a call writes to operand i is a term of a product with a weight whose rows a group splits: the gradient
+   of what the weight was multiplied with. (A weight that is split by columns makes a term of an output.) */
+static int mti_is_input_gradient(const mti_ruling *r, int i, unsigned char (*results)[MTI_RULE_OPERANDS]) {
+    int g, k;
+    for (g = 0; (r->operands[i].operand->use & MT_ARG_PRODUCT) && g < r->checker->count; g++)
+        for (k = 0; results[g][i] == 1 << MT_PARTIAL && k < r->count; k++) {
+            const mti_placed *p = mti_reads(&r->operands[k]) ? r->operands[k].known.parameter : NULL;
+            if (p && !p->is_gradient && p->may[g] == 1 << MT_SPLIT_ROWS) return 1;
+        }
+    return 0;
+}
+
+/* Whether a call writes a gradient to operand i: by its use and the rule, or because it computes a product, sums or
+   multiples of a gradient. */
+static int mti_writes_gradient(const mti_ruling *r, int i, unsigned char (*results)[MTI_RULE_OPERANDS]) {
+    int use = r->operands[i].operand->use, k;
+    if ((use & MT_ARG_GRADIENT) || r->operands[i].gradient_of >= 0) return 1;
+    for (k = 0; k < r->count; k++)
+        if (mti_reads(&r->operands[k]) && ((use & MT_ARG_PRODUCT) || (r->operands[k].operand->use & MT_ARG_MOVED)) &&
+            mti_is_gradient(&r->operands[k]))
+            return 1;
+    return mti_is_input_gradient(r, i, results);
 }
 
 /* Notes what a call writes to operand i. results: the sets that the cases allow, for each group and operand. A constant
@@ -11707,12 +11782,13 @@ static mt_status mti_result_note(mt_context *ctx, const mti_ruling *r, int i,
     unsigned char may[MTI_AXES];
     const char *features;
     int g;
-    if (!o->operand || !(o->operand->use & 2)) return MT_SUCCESS;
+    if (!mti_writes(o)) return MT_SUCCESS;
     memset(may, mti_is_constant(r) ? 1 << MT_REPLICATED : MTI_ALL_PLACEMENTS, sizeof may);
     for (g = 0; g < ctx->checker->count; g++) may[g] = (unsigned char)(results[g][i] & mti_ruled_set(o, g));
     features = mti_features_of(r, o->operand->t);
     MT_TRY(mti_placement_note(ctx, o->operand->t, may, 0, r->where, r->with));
     mti_features_note(ctx->checker, o->operand->t, features);
+    if (mti_writes_gradient(r, i, results)) mti_gradient_note(ctx->checker, o->operand->t);
     if (mti_reads_some_columns(r, o->operand->t)) mti_columns_note(ctx->checker, o->operand->t);
     return MT_SUCCESS;
 }
@@ -11724,9 +11800,9 @@ static uint64_t mti_hash_number(uint64_t hash, uint64_t number) {
 /* Returns the piece of an operand that a call reads and an operator has written, or NULL. */
 static mti_placed *mti_computed_at(const mti_checker *c, const mti_ruled *o) {
     mti_placed *p;
-    if (!o->operand || !(o->operand->use & 1) || o->known.parameter) return NULL;
+    if (!mti_reads(o) || o->known.parameter) return NULL;
     p = mti_placed_older(&c->written, mti_extent_of(o->operand->t), UINT64_MAX);
-    if (!p || !p->by || strcmp(p->by, "mt_declare") == 0) return NULL;
+    if (!p || !p->by || p->is_declared) return NULL;
     return mti_extent_covers(p->at, mti_extent_of(o->operand->t)) ? p : NULL;
 }
 
@@ -11745,10 +11821,10 @@ static mti_reading mti_activations_of(const mti_checker *c, const mti_ruling *r)
         mti_placed *p = mti_computed_at(c, o);
         mti_extent e;
         uint64_t which;
-        if (!o->operand || !(o->operand->use & 1) || o->known.parameter) continue;
+        if (!mti_reads(o) || o->known.parameter) continue;
         e = mti_extent_of(o->operand->t);
         which = mti_hash_number(mti_hash_number(p ? p->age : 0, (uint64_t)e.begin), (uint64_t)e.end);
-        if (!a.piece && p && o->operand->name[0] != 'd') a.piece = p, a.which = which;
+        if (!a.piece && p && !mti_is_gradient(o)) a.piece = p, a.which = which;
         a.which_all = mti_hash_number(a.which_all, which);
         known &= p != NULL;
     }
@@ -11770,9 +11846,8 @@ static mt_status mti_used_check(mt_context *ctx, const mti_ruling *r) {
     int i;
     for (i = 0; a.piece && i < r->count; i++) {
         const mti_ruled *o = &r->operands[i];
-        mti_placed *p = o->operand && (o->operand->use & 2) && o->known.parameter
-                            ? mti_parameter_at(ctx->checker, mti_extent_of(o->operand->t))
-                            : NULL;
+        mti_placed *p =
+            mti_writes(o) && o->known.parameter ? mti_parameter_at(ctx->checker, mti_extent_of(o->operand->t)) : NULL;
         if (!p || !p->is_gradient || !mti_extent_covers(mti_extent_of(o->operand->t), p->at)) continue;
         if (mti_is_used_twice(p, &a, r->where)) {
             mti_with_text(ctx->checker, r->with, at, sizeof at);
@@ -11790,17 +11865,12 @@ static mt_status mti_used_check(mt_context *ctx, const mti_ruling *r) {
     return MT_SUCCESS;
 }
 
-/* Returns what a call writes the gradient of operand i to, which it reads: to "dx" for "x", or to x itself. NULL: the
-   call computes no gradient of it. */
+/* Returns what a call writes the gradient of operand i to, which it reads, or NULL. */
 static const mt_operand *mti_gradient_of(const mti_ruling *r, int i) {
-    const mt_operand *o = r->operands[i].operand, *d;
     int k;
-    if (!o || !(o->use & 1) || r->operands[i].known.parameter) return NULL;
-    if (o->use & 4) return o;
-    for (k = 0; k < r->count; k++) {
-        d = r->operands[k].operand;
-        if (d && (d->use & 2) && d->name[0] == 'd' && strcmp(d->name + 1, o->name) == 0) return d;
-    }
+    if (!mti_reads(&r->operands[i]) || r->operands[i].known.parameter) return NULL;
+    for (k = 0; k < r->count; k++)
+        if (mti_writes(&r->operands[k]) && r->operands[k].gradient_of == i) return r->operands[k].operand;
     return NULL;
 }
 
@@ -11835,7 +11905,7 @@ static void mti_replaced_note(mti_checker *c, const mti_ruling *r) {
         if (!d) continue;
         e = mti_extent_of(d->t);
         of = mti_extent_of(r->operands[i].operand->t);
-        p = mti_placed_older(&c->written, e, UINT64_MAX);
+        p = mti_written_as(c, d->t);
         if (p && mti_extent_covers(e, of) && mti_extent_covers(of, e)) p->is_replaced = 1;
     }
 }
@@ -11846,7 +11916,7 @@ static int mti_reads_apart(const mti_ruling *r, int i, int g) {
     const char *more = NULL, *at = NULL;
     int k, first, own;
     if (r->operands[i].known.may[g] != 1 << MT_REPLICATED) return 0;
-    own = mti_own_share(r, i, g) || (r->operands[i].operand->use == 1 && mti_has_own_columns(r, i, g));
+    own = mti_own_share(r, i, g) || (mti_only_reads(&r->operands[i]) && mti_has_own_columns(r, i, g));
     for (k = 0; own && k < r->count; k++)
         if (r->operands[k].operand && !(r->operands[k].known.may[g] & ~MTI_SPLIT_PLACEMENTS)) return 1;
     while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL)
@@ -11858,9 +11928,7 @@ static int mti_reads_apart(const mti_ruling *r, int i, int g) {
 static int mti_meets_columns(const mti_ruling *r, int i, int g) {
     int k;
     for (k = 0; k < r->count; k++)
-        if (k != i && r->operands[k].operand && (r->operands[k].operand->use & 1) &&
-            r->operands[k].known.may[g] == 1 << MT_SPLIT_COLS)
-            return 1;
+        if (k != i && mti_reads(&r->operands[k]) && r->operands[k].known.may[g] == 1 << MT_SPLIT_COLS) return 1;
     return 0;
 }
 
@@ -11871,7 +11939,7 @@ static mt_status mti_operand_note(mt_context *ctx, const mti_ruling *r, int i,
     const mt_operand *o = r->operands[i].operand;
     mti_known known;
     int g;
-    if (!o || !(o->use & 1)) return MT_SUCCESS;
+    if (!mti_reads(&r->operands[i])) return MT_SUCCESS;
     known = r->operands[i].known;
     for (g = 0; g < ctx->checker->count; g++) {
         if (o->t.dtype == MT_I32) known.may[g] &= results[g][i];
@@ -12150,7 +12218,16 @@ static void mti_ruling_of(mti_ruling *r, const mti_checker *c, const char *where
     r->over_all = 0;
     r->count = 1;
     r->operands[0].operand = operand;
+    r->operands[0].gradient_of = -1;
     r->operands[0].known = mti_known_of(c, operand->t);
+}
+
+static mt_operand mti_operand_of(const char *name, mt_tensor t, int use) {
+    mt_operand o;
+    o.name = name;
+    o.t = t;
+    o.use = use;
+    return o;
 }
 
 /* Notes what y is after communication from x. */
@@ -12158,6 +12235,7 @@ static mt_status mti_move_note(mt_context *ctx, const mti_known *x_known, mt_ten
                                const unsigned char *may, int zero, const char *where) {
     MT_TRY(mti_placement_note(ctx, y, may, zero, where, x_known->with));
     if (x_known->some_columns && x.cols == y.cols) mti_columns_note(ctx->checker, y);
+    if (x_known->is_gradient) mti_gradient_note(ctx->checker, y);
     return MT_SUCCESS;
 }
 
@@ -12169,17 +12247,15 @@ static mt_status mti_moved(mt_context *ctx, const char *where, mt_tensor x, mt_t
 }
 
 /* Tells the listener of communication from x, the operand of the ruling, to y, which may be x or have no elements. */
-static void mti_notify_move(mt_context *ctx, const mti_ruling *r, mt_tensor y) {
+static void mti_notify_move(mt_context *ctx, const mti_ruling *r, const mt_operand *y) {
     const mti_placed *p = r->operands[0].known.parameter;
     mt_operand told[2];
     int in_place;
     told[0] = *r->operands[0].operand;
-    told[1].name = strcmp(told[0].name, "sendbuf") == 0 ? "recvbuf" : "y";
-    told[1].t = y;
-    told[1].use = 2;
-    in_place = y.data == told[0].t.data && y.rows == told[0].t.rows && y.cols == told[0].t.cols;
-    if (in_place) told[0].use = 3;
-    mti_notify(ctx, r->where, p ? p->name : NULL, told, in_place || !mti_has_elements(y) ? 1 : 2);
+    told[1] = *y;
+    in_place = y->t.data == told[0].t.data && y->t.rows == told[0].t.rows && y->t.cols == told[0].t.cols;
+    if (in_place) told[0].use |= MT_ARG_OUT;
+    mti_notify(ctx, r->where, p ? p->name : NULL, told, in_place || !mti_has_elements(y->t) ? 1 : 2);
 }
 
 /* Refuses a sum over a group over which nothing is known about x, when x is a sum over groups of other ranks. */
@@ -12199,43 +12275,43 @@ static mt_status mti_sum_check(mt_context *ctx, const mti_ruling *r, int g) {
 
 /* Checks that one of the cases fits x on a group. y then becomes `becomes` there, and what x is on the other groups. */
 static mt_status mti_move_check(mt_context *ctx, const mt_comm *comm, const char *where, const char *cases,
-                                char becomes, const char *x_name, mt_tensor x, mt_tensor y) {
+                                char becomes, const mt_operand *from, const mt_operand *to) {
     mt_rule rule = {"x", cases, NULL};
     unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
-    mt_operand operand;
+    mt_tensor x = from->t, y = to->t;
     mti_known read;
     mti_ruling r;
     int g;
     if (!mt_check_mode(ctx) || !mti_has_elements(x)) return MT_SUCCESS;
     g = mti_axis_of(ctx->checker, comm, 1);
     if (g < 0) return mti_moved(ctx, where, x, y);
-    operand.name = x_name;
-    operand.t = x;
-    operand.use = 1;
-    mti_ruling_of(&r, ctx->checker, where, &rule, &operand);
+    mti_ruling_of(&r, ctx->checker, where, &rule, from);
+    if (from->use & MT_ARG_GRADIENT) r.operands[0].known.is_gradient = 1;
     MT_TRY(mti_slots_check(ctx, &r));
-    MT_TRY(mti_slot_check(ctx, where, NULL, "y", y));
+    MT_TRY(mti_slot_check(ctx, where, NULL, to->name, y));
     MT_TRY(mti_written_check(ctx, &r));
     if (strcmp(cases, "P") == 0) MT_TRY(mti_sum_check(ctx, &r, g));
     MT_TRY(mti_rule_axis(ctx, &r, g, results));
     read = r.operands[0].known;
     if (mti_has_elements(y) && y.rows > x.rows && mti_extents_meet(mti_extent_of(x), mti_extent_of(y)))
         read.may[g] = MTI_ALL_PLACEMENTS; /* a gather in place: each rank reads its own part of what is replicated */
-    MT_TRY(mti_replica_read(ctx, where, NULL, &operand, &read));
+    MT_TRY(mti_replica_read(ctx, where, NULL, from, &read));
     memcpy(may, r.operands[0].known.may, sizeof may);
     may[g] = (unsigned char)mti_letter_set(becomes);
     if (mti_has_elements(y)) MT_TRY(mti_move_note(ctx, &r.operands[0].known, x, y, may, 0, where));
-    mti_notify_move(ctx, &r, y);
+    mti_notify_move(ctx, &r, to);
     return MT_SUCCESS;
 }
 
 /* The rules of the conjugates: what x is on the group, and what y, or x in place, becomes. */
 static mt_status mti_region_check(mt_context *ctx, const mt_comm *comm, const char *where, char is, char becomes,
-                                  const char *x_name, mt_tensor x, mt_tensor y) {
+                                  int is_gradient, const char *x_name, mt_tensor x, mt_tensor y) {
+    const mt_operand from = mti_operand_of(x_name, x, MT_ARG_IN | (is_gradient ? MT_ARG_GRADIENT : 0));
+    const mt_operand to = mti_operand_of("y", y, MT_ARG_OUT);
     char cases[2];
     cases[0] = is;
     cases[1] = 0;
-    return mti_move_check(ctx, comm, where, cases, becomes, x_name, x, y);
+    return mti_move_check(ctx, comm, where, cases, becomes, &from, &to);
 }
 
 /* Whether something is known about x on a group. */
@@ -12296,9 +12372,8 @@ static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const
     mt_operand operand;
     mt_tensor x;
     mti_ruling r;
-    operand.name = is_root ? "sendbuf" : "recvbuf";
-    operand.t = x = mti_shaped(ctx->checker, is_root ? call->send : call->recv, call->dtype, (int64_t)call->count);
-    operand.use = is_root ? 1 : 2;
+    x = mti_shaped(ctx->checker, is_root ? call->send : call->recv, call->dtype, (int64_t)call->count);
+    operand = is_root ? mti_operand_of("sendbuf", x, MT_ARG_IN) : mti_operand_of("recvbuf", x, MT_ARG_OUT);
     mti_ruling_of(&r, ctx->checker, "mt_broadcast", &mti_sent_rule, &operand);
     MT_TRY(mti_slots_check(ctx, &r));
     if (is_root) MT_TRY(mti_sent_check(ctx, &r));
@@ -12313,8 +12388,7 @@ static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const
     else memset(may, MTI_ALL_PLACEMENTS, sizeof may); /* the root alone knows about the other groups */
     may[g] = 1 << MT_REPLICATED;
     MT_TRY(mti_placement_note(ctx, operand.t, may, 0, "mt_broadcast", is_root ? r.operands[0].known.with : NULL));
-    operand.name = "recvbuf";
-    operand.use = 2;
+    operand = mti_operand_of("recvbuf", operand.t, MT_ARG_OUT);
     mti_notify(ctx, "mt_broadcast", NULL, &operand, 1);
     return MT_SUCCESS;
 }
@@ -12323,11 +12397,8 @@ static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const
    know. */
 static mt_status mti_sendbuf_written(mt_context *ctx, const char *where, mt_tensor x) {
     static const mt_rule rule = {"sendbuf", "*", NULL};
-    mt_operand operand;
+    const mt_operand operand = mti_operand_of("sendbuf", x, MT_ARG_IN);
     mti_ruling r;
-    operand.name = "sendbuf";
-    operand.t = x;
-    operand.use = 1;
     mti_ruling_of(&r, ctx->checker, where, &rule, &operand);
     MT_TRY(mti_slots_check(ctx, &r));
     return mti_written_check(ctx, &r);
@@ -12348,13 +12419,14 @@ static mt_status mti_collective_unknown(mt_context *ctx, const mt_comm *comm, in
 
 /* The sum over the world of a term of a sum: it must be one over each group, because all of them are added up. */
 static mt_status mti_world_sum(mt_context *ctx, const mti_ruling *r, mt_tensor y) {
+    const mt_operand to = mti_operand_of("recvbuf", y, MT_ARG_OUT);
     unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
     int g;
     for (g = 0; g < ctx->checker->count; g++)
         if (!ctx->checker->axes[g].only_group) MT_TRY(mti_rule_axis(ctx, r, g, results));
     memset(may, 1 << MT_REPLICATED, sizeof may);
     MT_TRY(mti_move_note(ctx, &r->operands[0].known, r->operands[0].operand->t, y, may, 0, r->where));
-    mti_notify_move(ctx, r, y);
+    mti_notify_move(ctx, r, &to);
     return MT_SUCCESS;
 }
 
@@ -12377,12 +12449,9 @@ static int mti_is_term_of_world(const mt_context *ctx, const mt_comm *comm, mt_t
 static mt_status mti_sum_of_others(mt_context *ctx, const mt_comm *comm, const mti_call *call, mt_tensor x,
                                    mt_tensor y) {
     static const mt_rule terms = {"sendbuf", "P", NULL};
+    const mt_operand operand = mti_operand_of("sendbuf", x, MT_ARG_IN);
     mti_placed *p;
-    mt_operand operand;
     mti_ruling r;
-    operand.name = "sendbuf";
-    operand.t = x;
-    operand.use = 1;
     mti_ruling_of(&r, ctx->checker, "mt_all_reduce", &terms, &operand);
     r.over_all = 1;
     if (mti_is_term_of_world(ctx, comm, x, &r.operands[0].known)) return mti_world_sum(ctx, &r, y);
@@ -12398,6 +12467,7 @@ static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, cons
     static const char *const names[] = {"mt_all_reduce", "mt_all_gather", "mt_reduce_scatter", "mt_broadcast"};
     const char *parts = strcmp(comm->name, "data") == 0 ? "P r c" : "P";
     int is_float = mt_dtype_is_float(call->dtype), sums = call->op == MT_SUM && is_float;
+    mt_operand from, to;
     mt_tensor x, y;
     if (!mt_check_mode(ctx) || call->count == 0 || call->kind == MT_BARRIER) return MT_SUCCESS;
     if (call->kind == MT_BROADCAST && comm->size > 1) return mti_broadcast_check(ctx, comm, call);
@@ -12409,30 +12479,30 @@ static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, cons
     if (call->kind == MT_ALL_GATHER) y.rows *= comm->size;
     if (call->kind == MT_REDUCE_SCATTER && x.rows % comm->size == 0) y.rows /= comm->size;
     else if (call->kind == MT_REDUCE_SCATTER) y = mt_tensor_make(call->recv, call->dtype, 1, (int64_t)call->count);
+    from = mti_operand_of("sendbuf", x, MT_ARG_IN);
+    to = mti_operand_of("recvbuf", y, MT_ARG_OUT);
     if (mti_is_known(ctx, comm, x)) {
         if (call->kind == MT_ALL_REDUCE && sums)
-            return mti_move_check(ctx, comm, "mt_all_reduce", parts, 'R', "sendbuf", x, y);
+            return mti_move_check(ctx, comm, "mt_all_reduce", parts, 'R', &from, &to);
         if (call->kind == MT_ALL_REDUCE && is_float) /* a maximum of terms is not the maximum of their sums */
-            return mti_move_check(ctx, comm, "mt_all_reduce", "R r c", 'R', "sendbuf", x, y);
+            return mti_move_check(ctx, comm, "mt_all_reduce", "R r c", 'R', &from, &to);
         if (call->kind == MT_REDUCE_SCATTER && sums)
-            return mti_move_check(ctx, comm, "mt_reduce_scatter", parts, 'r', "sendbuf", x, y);
+            return mti_move_check(ctx, comm, "mt_reduce_scatter", parts, 'r', &from, &to);
         /* A gather in place leaves what is replicated as it is: the parameters of a sharded optimizer, for instance.
            Candidates of a vocabulary are floats and ids, gathered as MT_I32. */
         if (call->kind == MT_ALL_GATHER && (is_float || mti_is_split(ctx, comm, x)))
             return mti_move_check(ctx, comm, "mt_all_gather",
-                                  mti_extents_meet(mti_extent_of(x), mti_extent_of(y)) ? "r c R" : "r c", 'R',
-                                  "sendbuf", x, y);
+                                  mti_extents_meet(mti_extent_of(x), mti_extent_of(y)) ? "r c R" : "r c", 'R', &from,
+                                  &to);
     }
     if (call->kind == MT_ALL_REDUCE && sums) return mti_sum_of_others(ctx, comm, call, x, y);
     return mti_collective_unknown(ctx, comm, call->kind, names[call->kind], y);
 }
 
 static mt_status mti_send_check(mt_context *ctx, const mti_call *call) {
-    mt_operand operand;
+    const mt_operand operand =
+        mti_operand_of("sendbuf", mt_tensor_make(call->send, call->dtype, 1, (int64_t)call->count), MT_ARG_IN);
     mti_ruling r;
-    operand.name = "sendbuf";
-    operand.t = mt_tensor_make(call->send, call->dtype, 1, (int64_t)call->count);
-    operand.use = 1;
     if (!mti_has_elements(operand.t)) return MT_SUCCESS;
     mti_ruling_of(&r, ctx->checker, "mt_send", &mti_sent_rule, &operand);
     MT_TRY(mti_sent_check(ctx, &r));
@@ -12465,9 +12535,9 @@ static mt_status mti_rows_check(mt_context *ctx, const mt_comm *comm, int gather
         mt_tensor piece = mt_tensor_rows(gathers ? y : x, block * (gathers ? x : y).rows + first, rows);
         ctx->checker->listener = i == comm->size ? listener : NULL;
         ctx->checker->replicas = !gathers || i == comm->size ? replicas : NULL;
-        if (gathers) status = mti_region_check(ctx, comm, where, 'r', 'R', "x", part, piece);
+        if (gathers) status = mti_region_check(ctx, comm, where, 'r', 'R', 0, "x", part, piece);
         else
-            status = mti_region_check(ctx, comm, where, 'P', 'r', "x", piece,
+            status = mti_region_check(ctx, comm, where, 'P', 'r', 0, "x", piece,
                                       i == comm->size ? part : mt_tensor_rows(part, 0, 0));
     }
     ctx->checker->listener = listener;
@@ -12787,7 +12857,7 @@ static mt_status mti_share_read(mt_context *ctx, int g, const char *where, const
     mti_share e;
     if (known->may[g] != 1 << MT_SPLIT_ROWS && known->may[g] != 1 << MT_SPLIT_COLS) return MT_SUCCESS;
     if (ctx->checker->axes[g].only_group) return MT_SUCCESS;
-    if (!is_ids && !(known->by && strcmp(known->by, "mt_declare") == 0)) return MT_SUCCESS;
+    if (!is_ids && !known->is_declared) return MT_SUCCESS;
     if (is_ids && ctx->device == MT_DEVICE_CPU && !mti_ids_differ(o->t, is_data)) return MT_SUCCESS;
     if (is_ids && is_data && ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
     memset(&e, 0, sizeof e);
@@ -12837,7 +12907,7 @@ static mt_status mti_view_share(mt_context *ctx, int g, mt_tensor t, mt_placemen
 
 /* Whether a piece inside e is this rank's part of what a call has written, and what group g splits. */
 static int mti_is_own_part(const mti_placed *p, int g, mti_extent e) {
-    if (!p->by || p->zero || strcmp(p->by, "mt_declare") == 0 || !mti_extent_covers(e, p->at)) return 0;
+    if (!p->by || p->zero || p->is_declared || !mti_extent_covers(e, p->at)) return 0;
     return p->may[g] == 1 << MT_SPLIT_ROWS || p->may[g] == 1 << MT_SPLIT_COLS;
 }
 
@@ -13029,7 +13099,7 @@ static mt_status mti_replica_read(mt_context *ctx, const char *where, const char
                                   const mti_known *known) {
     mti_replica e;
     int g, hashed = 0;
-    if (!mti_replicas_on(ctx) || !(operand->use & 1)) return MT_SUCCESS;
+    if (!mti_replicas_on(ctx) || !(operand->use & MT_ARG_IN)) return MT_SUCCESS;
     memset(&e, 0, sizeof e);
     e.where = where;
     e.with = with;
@@ -13167,9 +13237,10 @@ MT_API mt_status mt_check_side(mt_context *ctx, const char *where, const char *n
     for (g = 0; alike && g < ctx->checker->count; g++)
         if (known.may[g] == 1 << along) known.may[g] = MTI_ALL_PLACEMENTS;
     known.by = "mt_declare";
+    known.is_declared = 1;
     o.name = name;
     o.t = side;
-    o.use = 1;
+    o.use = MT_ARG_IN;
     return mti_replica_read(ctx, where, NULL, &o, &known);
 }
 

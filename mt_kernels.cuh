@@ -813,24 +813,8 @@ MT_API float mt_norm_of_sums(const float sums[2]);
 /* The types that a view may have: any type, one of the float types (MT_F32, MT_BF16, MT_F16), or MT_F32 only. */
 enum { MT_ARG_ANY = 0, MT_ARG_FLOAT = 1, MT_ARG_F32 = 2 };
 
-/* What an operator does with a view: it reads it, writes it, or both. Add MT_ARG_OPTIONAL with | if the view may be
-   mt_none(). */
-enum {
-    MT_ARG_IN = 1,
-    MT_ARG_OUT = 2,
-    MT_ARG_IN_OUT = 3,
-    MT_ARG_GRADIENT = 67, /* both: it replaces the view by its gradient, as mt_cross_entropy_backward does to logits */
-    MT_ARG_OPTIONAL = 4,
-    /* Add these with |, see mt_set_sum_check. MT_ARG_SUM: the operator adds a sum over rows to the view, as
-       mt_bias_backward does to dbias. MT_ARG_PRODUCT: the view is the result of a product, such as c of mt_gemm. With
-       both, it is a product that sums over the rows of its operands, such as dweight of mt_linear_gradients.
-       MT_ARG_MOVED: the operator writes elements of the view, or sums or multiples of them, as mt_add does. */
-    MT_ARG_SUM = 16,
-    MT_ARG_PRODUCT = 32,
-    MT_ARG_MOVED = 128
-};
-
-/* Describes what an operator requires of one view. An array of mt_arg describes all views of the operator:
+/* Describes what an operator requires of one view. MT_ARG_IN and so on are above mt_operand, in mt_comm.h. An array of
+   mt_arg describes all views of the operator:
        mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
                         {"bias", &bias, 1, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL}};
        MT_TRY(mt_args_check(ctx, "my_bias_forward", args, 2)); */
@@ -3555,8 +3539,7 @@ static mt_status mti_apply(const mti_operator *op, const mt_rule *rule, int coun
     for (i = 0; i < count; i++) {
         operands[i].name = op->args[i].name;
         operands[i].t = *op->args[i].view;
-        operands[i].use = op->args[i].use & MT_ARG_IN_OUT;
-        if ((op->args[i].use & MT_ARG_GRADIENT) == MT_ARG_GRADIENT) operands[i].use = 7;
+        operands[i].use = op->args[i].use & ~(MTI_AS_IS | MTI_UNSEEN);
     }
     return mt_rule_check(op->ctx, op->name, rule, operands, count);
 }
@@ -5817,8 +5800,8 @@ static const mti_table mti_bias_forward_table = {"mt_bias_forward", {"y bias", "
     {"bias", "1m", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
 
 static const mti_table mti_bias_backward_table = {"mt_bias_backward", {"dy dbias", "RR rP cc PP", NULL}, {
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM, "dy"}}};
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_SUM, "dy"}}};
 /* clang-format on */
 
 MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
@@ -6275,11 +6258,11 @@ static const mti_table mti_activation_forward_table = {"mt_activation_forward", 
     {"bias", "1A", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL}}};
 
 static const mti_table mti_activation_backward_table = {"mt_activation_backward",
-    {"dy h dh dbias", "RRRR rrrP cccc PRPP", NULL}, {
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dy h dh(h) dbias", "RRRR rrrP cccc PRPP", NULL}, {
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
     {"h", "nA", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dh", "nA", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "dy"},
-    {"dbias", "1A", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, NULL}}};
+    {"dh", "nA", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, "dy"},
+    {"dbias", "1A", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_SUM | MT_ARG_OPTIONAL, NULL}}};
 /* clang-format on */
 
 MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias, mt_tensor y) {
@@ -6550,19 +6533,19 @@ static const mti_table mti_linear_activation_forward_table = {"mt_linear_activat
     {"bias", "1A", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL, NULL}}};
 
 static const mti_table mti_linear_activation_backward_table = {"mt_linear_activation_backward",
-    {"weight dy h dh dbias", "RRRRR RrrrP cRccc rcRPP RPRPP PRRPP", "rrrrP"}, {
+    {"weight dy h dh(h) dbias", "RRRRR RrrrP cRccc rcRPP RPRPP PRRPP", "rrrrP"}, {
     {"weight", "mk", MT_ARG_FLOAT, MT_ARG_IN, NULL},
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT, NULL},
     {"h", "nA", MT_ARG_FLOAT, MT_ARG_IN, NULL},
-    {"dh", "nA", MT_ARG_FLOAT, MT_ARG_OUT, "dy h weight"},
-    {"dbias", "1A", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, NULL}}};
+    {"dh", "nA", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT, "dy h weight"},
+    {"dbias", "1A", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_SUM | MT_ARG_OPTIONAL, NULL}}};
 
 static const mti_table mti_linear_gradients_table = {"mt_linear_gradients",
     {"dweight dy x dbias", "RRRR rcRc cRcR PrrP PPRP PRPR", "rrrP"}, {
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT, NULL},
     {"x", "nk", MT_ARG_FLOAT, MT_ARG_IN, NULL},
-    {"dweight", "mk", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_PRODUCT | MT_ARG_SUM, "dy x"},
-    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, "dy"}}};
+    {"dweight", "mk", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_PRODUCT | MT_ARG_SUM, "dy x"},
+    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_SUM | MT_ARG_OPTIONAL, "dy"}}};
 /* clang-format on */
 
 MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y) {
@@ -7515,15 +7498,15 @@ static const mti_table mti_norm_forward_table = {"mt_norm_forward", {"x gain bia
     {"stats", "n2", MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL, NULL}}};
 
 static const mti_table mti_norm_backward_table = {"mt_norm_backward",
-    {"x gain stats dy dresidual dx dgain dbias", "RRRRRRRR rRrrrrPP RRRPPPPP", NULL}, {
+    {"x gain stats dy dresidual dx(x) dgain(gain) dbias", "RRRRRRRR rRrrrrPP RRRPPPPP", NULL}, {
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
     {"gain", "1m", MT_ARG_FLOAT, MT_ARG_IN, NULL},
-    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, "x dy dx"},
+    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_SUM | MT_ARG_OPTIONAL, "x dy dx"},
     {"stats", "n2", MT_ARG_F32, MT_ARG_IN, NULL},
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dresidual", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "x"},
-    {"dgain", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM, "x dy dx"}}};
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"dresidual", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, "x"},
+    {"dgain", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_SUM, "x dy dx"}}};
 /* clang-format on */
 
 MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias,
@@ -7992,9 +7975,9 @@ static const mti_table mti_bias_dropout_add_forward_table = {"mt_bias_dropout_ad
 
 static const mti_table mti_bias_dropout_add_backward_table = {"mt_bias_dropout_add_backward",
     {"dy dx dbias", "RRR rrP ccc PPP", NULL}, {
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
-    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, NULL}}};
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_SUM | MT_ARG_OPTIONAL, NULL}}};
 /* clang-format on */
 
 MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_tensor bias, mt_tensor residual,
@@ -10745,7 +10728,7 @@ static mt_arg mti_dbias_arg(mt_attention_desc *s) {
     arg.name = "dbias";
     arg.view = &s->dbias;
     arg.type = MT_ARG_F32;
-    arg.use = MT_ARG_IN_OUT | MT_ARG_OPTIONAL;
+    arg.use = MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_OPTIONAL;
     if (s->bias_heads == 1) arg.use |= MT_ARG_SUM; /* over the heads of this call */
     return arg;
 }
@@ -10862,14 +10845,14 @@ static const mti_table mti_attention_forward_table = {"mt_attention_forward",
     {"bias", "EF", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL}}};
 
 static const mti_table mti_attention_backward_table = {"mt_attention_backward",
-    {"qkv lse out dout dqkv bias dbias", "RRRRRRR crcccRP crcccrr RRRPPRP", "rcrrrRP rcrrrrr"}, {
+    {"qkv lse out dout dqkv(qkv) bias dbias(bias)", "RRRRRRR crcccRP crcccrr RRRPPRP", "rcrrrRP rcrrrrr"}, {
     {"qkv", "AB", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
     {"bias", "EF", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
     {"lse", "DA", MT_ARG_F32, MT_ARG_IN, NULL},
     {"out", "AC", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dout", "AC", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, "out"},
-    {"dqkv", "AB", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"},
-    {"dbias", "EF", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL, "*"}}};
+    {"dout", "AC", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, "out"},
+    {"dqkv", "AB", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, "*"},
+    {"dbias", "EF", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_OPTIONAL, "*"}}};
 
 /* The rules of these two depend on the desc: mti_dot_product_rule. */
 static const mti_table mti_dot_product_attention_forward_table = {"mt_dot_product_attention_forward",
@@ -10889,11 +10872,11 @@ static const mti_table mti_dot_product_attention_backward_table = {"mt_dot_produ
     {"bias", "EF", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
     {"lse", "DA", MT_ARG_F32, MT_ARG_IN, NULL},
     {"out", "AC", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dout", "AC", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dq", "AC", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"},
-    {"dk", "GH", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"},
-    {"dv", "GH", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"},
-    {"dbias", "EF", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL, "*"}}};
+    {"dout", "AC", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"dq", "AC", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, "*"},
+    {"dk", "GH", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, "*"},
+    {"dv", "GH", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, "*"},
+    {"dbias", "EF", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_OPTIONAL, "*"}}};
 /* clang-format on */
 
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
@@ -10947,7 +10930,7 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
 #define MTI_DOT_PRODUCT_RULES(forward, backward)                                                                       \
     {                                                                                                                  \
         {"q k v out lse bias", forward, "rrrrcR rrrrcr"}, {                                                            \
-            "q k v lse out dout dq dk dv bias dbias", backward, "rrrcrrrrrRP rrrcrrrrrrr"                              \
+            "q k v lse out dout dq(q) dk(k) dv(v) bias dbias(bias)", backward, "rrrcrrrrrRP rrrcrrrrrrr"               \
         }                                                                                                              \
     }
 static const mt_rule mti_dot_product_rules[2][3][2] = {
@@ -11258,7 +11241,7 @@ static const mti_table mti_rotary_forward_table = {"mt_rotary_forward", {"qkv ta
     {"table", "CD", MT_ARG_FLOAT, MT_ARG_IN, NULL}}};
 
 static const mti_table mti_rotary_backward_table = {"mt_rotary_backward", {"dqkv table", "RR cR PR", "rR"}, {
-    {"dqkv", "AB", MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS, NULL},
+    {"dqkv", "AB", MT_ARG_FLOAT, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
     {"table", "CD", MT_ARG_FLOAT, MT_ARG_IN, NULL}}};
 /* clang-format on */
 
@@ -13094,8 +13077,8 @@ static const mti_table mti_embedding_forward_table = {"mt_embedding_forward",
 
 static const mti_table mti_embedding_backward_table = {"mt_embedding_backward",
     {"ids dy dtable", "RRR RRr rrP Rcc RPP", NULL}, {
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dtable", "vk", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM, "dy"},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"dtable", "vk", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_SUM, "dy"},
     {"ids", "n1", MT_ARG_ANY, MT_ARG_IN | MTI_UNSEEN, NULL}}};
 /* clang-format on */
 
@@ -13792,20 +13775,20 @@ static const mti_table mti_cross_entropy_combine_table = {"mt_cross_entropy_comb
     {"gathered loss lse", "RRR rcc", NULL}, {
     {"loss", "1n", MT_ARG_F32, MT_ARG_OUT, NULL},
     {"lse", "2n", MT_ARG_F32, MT_ARG_OUT, NULL},
-    {"gathered", "A4", MT_ARG_F32, MT_ARG_IN, NULL}}};
+    {"gathered", "A4", MT_ARG_F32, MT_ARG_IN | MT_ARG_GATHERED, NULL}}};
 
 /* dloss may have one column for all rows: A. */
 static const mti_table mti_cross_entropy_backward_table = {"mt_cross_entropy_backward",
-    {"logits lse dloss", "RRR cRR rcR rcc", NULL}, {
-    {"logits", "nm", MT_ARG_FLOAT, MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"logits(logits) lse dloss", "RRR cRR rcR rcc", NULL}, {
+    {"logits", "nm", MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS, NULL},
     {"lse", "2n", MT_ARG_F32, MT_ARG_IN, NULL},
-    {"dloss", "1A", MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL, NULL}}};
+    {"dloss", "1A", MT_ARG_F32, MT_ARG_IN | MT_ARG_GRADIENT | MT_ARG_OPTIONAL, NULL}}};
 
 static const mti_table mti_cross_entropy_forward_backward_table = {"mt_cross_entropy_forward_backward",
-    {"logits loss dloss", "RRR rcR rcc", NULL}, {
-    {"logits", "nm", MT_ARG_FLOAT, MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"logits(logits) loss dloss", "RRR rcR rcc", NULL}, {
+    {"logits", "nm", MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS, NULL},
     {"loss", "1n", MT_ARG_F32, MT_ARG_OUT, NULL},
-    {"dloss", "1A", MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL, NULL}}};
+    {"dloss", "1A", MT_ARG_F32, MT_ARG_IN | MT_ARG_GRADIENT | MT_ARG_OPTIONAL, NULL}}};
 /* clang-format on */
 
 MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,
@@ -14570,7 +14553,7 @@ static const mti_table mti_sample_candidates_table = {"mt_sample_candidates", {"
     {"logits", "nm", MT_ARG_FLOAT, MT_ARG_IN, NULL}}};
 
 static const mti_table mti_sample_ids_table = {"mt_sample_ids", {"gathered ids", "RR rr", NULL}, {
-    {"gathered", "nm", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"gathered", "nm", MT_ARG_F32, MT_ARG_IN | MT_ARG_GATHERED, NULL},
     {"ids", "A1", MT_ARG_ANY, MT_ARG_OUT | MTI_UNSEEN, NULL}}};
 /* clang-format on */
 
@@ -14818,7 +14801,7 @@ static mt_status mti_cuda_adamw(mt_context *ctx, const mt_adamw *hyper, mt_tenso
 static const mti_table mti_adamw_step_table = {"mt_adamw_step", {"param master grad m v", "RRRRR rrrrr ccccc", NULL}, {
     {"param", "nm", MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS, NULL},
     {"master", "nm", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL, NULL},
-    {"grad", "nm", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"grad", "nm", MT_ARG_F32, MT_ARG_IN | MT_ARG_GRADIENT, NULL},
     {"m", "nm", MT_ARG_F32, MT_ARG_IN_OUT, NULL},
     {"v", "nm", MT_ARG_F32, MT_ARG_IN_OUT, NULL}}};
 /* clang-format on */
@@ -15871,19 +15854,19 @@ static const mti_table mti_sigmoid_forward_table = {"mt_sigmoid_forward", {"x y"
     {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
 
-static const mti_table mti_sigmoid_backward_table = {"mt_sigmoid_backward", {"x dy dx", "RRR rrr ccc RPP", NULL}, {
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+static const mti_table mti_sigmoid_backward_table = {"mt_sigmoid_backward", {"x dy dx(x)", "RRR rrr ccc RPP", NULL}, {
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL}}};
 
 static const mti_table mti_silu_forward_table = {"mt_silu_forward", {"x y", "RR rr cc", NULL}, {
     {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
 
-static const mti_table mti_silu_backward_table = {"mt_silu_backward", {"x dy dx", "RRR rrr ccc RPP", NULL}, {
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+static const mti_table mti_silu_backward_table = {"mt_silu_backward", {"x dy dx(x)", "RRR rrr ccc RPP", NULL}, {
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL}}};
 
 static const mti_table mti_sigmoid_gate_forward_table = {"mt_sigmoid_gate_forward",
     {"gate x y", "RRR rrr ccc RPP", NULL}, {
@@ -15892,43 +15875,43 @@ static const mti_table mti_sigmoid_gate_forward_table = {"mt_sigmoid_gate_forwar
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
 
 /* The rules of two backward operators, which have a second table for calls without the last operand. */
-#define MTI_MULTIPLY_ROW_RULE {"dy x row dx drow", "RRRRR rrRrP ccccc PRRPP RPRRP", NULL}
-#define MTI_MULTIPLY_COL_RULE {"dy x col dx dcol", "RRRRR rrrrr ccRcP PRRPP RPRRP", NULL}
+#define MTI_MULTIPLY_ROW_RULE {"dy x row dx(x) drow(row)", "RRRRR rrRrP ccccc PRRPP RPRRP", NULL}
+#define MTI_MULTIPLY_COL_RULE {"dy x col dx(x) dcol(col)", "RRRRR rrrrr ccRcP PRRPP RPRRP", NULL}
 
 static const mti_table mti_multiply_row_backward_table = {"mt_multiply_row_backward", MTI_MULTIPLY_ROW_RULE, {
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
     {"row", "1m", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
-    {"drow", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, "*"}}};
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
+    {"drow", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_SUM | MT_ARG_OPTIONAL, "*"}}};
 
 /* The same without drow. */
 static const mti_table mti_multiply_row_alone_table = {"mt_multiply_row_backward", MTI_MULTIPLY_ROW_RULE, {
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MT_ARG_MOVED | MTI_AS_IS, NULL},
     {"row", "1m", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
 
 /* dcol is first, because it is also written if x has no columns. */
 static const mti_table mti_multiply_col_backward_table = {"mt_multiply_col_backward", MTI_MULTIPLY_COL_RULE, {
-    {"dcol", "n1", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS, "dy x col dx"},
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dcol", "n1", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MT_ARG_OPTIONAL | MTI_AS_IS, "dy x col dx"},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
     {"col", "n1", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS, NULL}}};
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MT_ARG_OPTIONAL | MTI_AS_IS, NULL}}};
 
 /* The same without dcol. */
 static const mti_table mti_multiply_col_alone_table = {"mt_multiply_col_backward", MTI_MULTIPLY_COL_RULE, {
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MT_ARG_MOVED | MTI_AS_IS, NULL},
     {"col", "n1", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
 
 static const mti_table mti_sigmoid_gate_backward_table = {"mt_sigmoid_gate_backward",
-    {"dy gate x dgate dx", "RRRRR rrrrr ccccc PRRPP RRPPR", NULL}, {
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dy gate x dgate(gate) dx(x)", "RRRRR rrrrr ccccc PRRPP RRPPR", NULL}, {
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
     {"gate", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dgate", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "dx"},
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL}}};
+    {"dgate", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, "dx"},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, NULL}}};
 /* clang-format on */
 
 /* y = kind(a, b); b is mt_none() if the kind has no b. */

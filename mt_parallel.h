@@ -7260,7 +7260,7 @@ MT_API mt_status mt_step_update(mt_context *ctx, const mt_step *step, mt_tensor 
     MT_TRY(mti_gradients_ready(ctx, "mt_step_update", step->optimizer->params, 0));
     operand.name = "loss";
     operand.t = loss;
-    operand.use = 1;
+    operand.use = MT_ARG_IN;
     MT_TRY(mt_rule_check(ctx, "mt_step_update", &rule, &operand, 1));
     MT_TRY(mti_loss_check(ctx, step->optimizer->params->grid, loss));
     return MT_RANGE("optimizer step", mti_step_update(ctx, step, loss));
@@ -7537,7 +7537,7 @@ static mt_status mti_pipeline_complete(mt_context *ctx, const mti_pipeline *p, i
     mt_operand operand;
     operand.name = rules[backward].operands;
     operand.t = backward ? p->dinput : p->output;
-    operand.use = 1;
+    operand.use = MT_ARG_IN | (backward ? MT_ARG_GRADIENT : 0);
     return mt_rule_check(ctx, "mt_pipeline_run", &rules[backward], &operand, 1);
 }
 

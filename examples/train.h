@@ -846,7 +846,7 @@ static void write_call(mt_context *ctx, void *user, const char *where, const cha
     for (int i = 0; i < count; i++) {
         const mt_operand *o = &operands[i];
         const mt_param *p = parameter_of(t, o->t);
-        if (!o->t.data || !(o->use & 2)) continue;
+        if (!o->t.data || !(o->use & MT_ARG_OUT)) continue;
         write_row(t, where, p ? p->name : with, p ? "grad" : o->name, o->t);
         where = with = "";
     }

@@ -90,6 +90,7 @@ checking_fragments() {
     block 2 $page | sed '/^\.\.\./,$d' >>"$work/fragments.c"
     {
         echo 'static mt_status my_bias(mt_context *ctx, mt_tensor y, mt_tensor bias) {'
+        echo '    mt_tensor x = y, dy = y, dx = y;'
         sed -n '/^## Rules of your own$/,/^## /p' $page | grep '^    '
         printf '    return MT_SUCCESS;\n}\n'
     } >>"$work/fragments.c"
@@ -117,7 +118,8 @@ checking_fragments() {
 # `products` is that of no call: it finds out why one was refused.
 checking_rules() {
     tr -s '\n ' ' ' <mt_kernels.cuh | sed 's/mt_rule products = [^;]*;//' |
-        grep -oE '(\{"mt_[a-z_]+", )?\{"[a-z0-9 ]+", "[RrcP* -]+", (NULL|"[rcRP* ]+")\}' |
+        grep -oE '(\{"mt_[a-z_]+", )?\{"[a-z0-9() ]+", "[RrcP* -]+", (NULL|"[rcRP* ]+")\}' |
+        sed -E 's/\([a-z]*\)//g' |
         sed -E 's/^\{"(mt_[a-z_]+)", \{"/`\1` | /; s/^\{"/| /; s/", (NULL|"([^"]*)")\}$/ | \2/; s/", "/ | /
             s/$/ |/; s/ \|  \|$/ |/; s/^`/| `/; s/^\| `mt_(download|gemm)` \|/|/' >"$work/rules.txt"
     [ "$(wc -l <"$work/rules.txt")" -gt 40 ] || { echo "too few rules found"; return 1; }

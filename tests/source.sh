@@ -204,6 +204,36 @@ END
         grep -c 'bad[1-4]' "$work/found" | grep -x 4
 }
 
+# Prints each line of check mode in the folder $1 that decides by the name of an operand or of a call: it compares one
+# with a string, or looks at a letter of it. What a tensor is follows from tables (MT_ARG_GRADIENT, for instance). A
+# case of a rule and the name of a group mean something.
+decides_by_names() {
+    awk -v keep=1 -f tests/code_only.awk "$1"/check/* | grep -nE '(str[a-z]*cmp|strstr|strpbrk|memcmp) *\([^;]*"' |
+        grep -vE '(cmp\(|->)(cases|(axis|comm)->name), "'
+    awk -v keep=1 -f tests/code_only.awk "$1"/check/* |
+        grep -nE "(name|by|where)\[[^]]*\] *[!=]=|\*[a-z_.>-]*(name|by|where) *[!=]="
+    awk -v keep=1 -f tests/code_only.awk "$1"/comm/* | grep -nE 'str[a-z]* *\([^;]*x_name|x_name *\['
+}
+
+no_names() { decides_by_names src | fail_on_output; }
+
+# In a copy, each way to do so is found, and a comment is not.
+finds_names() {
+    copy_project names || return 1
+    cat >>"$copy/src/check/rules.c" <<'END'
+/* strcmp(o->operand->name, "gathered") == 0, o->operand->name[0] == 'd' */
+static int bad1(const mti_ruled *o) { return o->operand->name[0] == 'd'; }
+static int bad2(const mti_ruled *o) { return *o->operand->name == 'd'; }
+static int bad3(const mti_ruled *o) { return strcmp(o->operand->name, "gathered") == 0; }
+static int bad4(const mti_ruled *o) { return o->known.by && strstr(o->known.by, "_backward") != NULL; }
+static int good(const mti_axis *axis) { return strcmp(axis->name, "data") == 0; }
+END
+    echo "static int bad5(const char *x_name) { return x_name[0] == 'd'; }" >>"$copy/src/comm/conjugates.c"
+    decides_by_names "$copy/src" >"$work/found"
+    cat "$work/found"
+    [ "$(wc -l <"$work/found")" -eq 5 ] && [ "$(grep -c 'bad[1-5]' "$work/found")" -eq 5 ]
+}
+
 # Prints the tables of operators that src/ops/tables.c does not have.
 all_tables() {
     sed -n 's/^static const mti_table \(mti_[a-z_0-9]*\) = .*/\1/p' src/ops/*.c | grep -v _alone_table |
@@ -252,6 +282,8 @@ check "the table of lines is right" lines_are_right
 check "no file of src/ is longer than 1200 lines" short_files
 check "a file uses no floor above its own, and the ground floor names nothing above" no_higher_floors
 check "a file that does is found" finds_higher_floors
+check "check mode does not decide by the names of operands and calls" no_names
+check "code that does is found" finds_names
 check "src/ops/tables.c has the table of every operator" all_tables
 check "the picture of docs/architecture.md is that of src/" drawn
 check "each file of src/ compiles alone" alone

@@ -470,6 +470,60 @@ static void test_own_rules(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* The message names this call for x, a term of a sum that must be the sum. */
+static void cure_is(const test_rank *r, mt_tensor x, int use, const char *cure) {
+    static const mt_rule rule = {"x", "R", "P"};
+    const mt_operand operand = {"x", x, MT_ARG_IN | use};
+    char words[80];
+    snprintf(words, sizeof words, "mine|x is partial|: call mt_%s before", cure);
+    REFUSED(r->ctx, MT_ERR_ARGUMENT, words, mt_rule_check(r->ctx, "mine", &rule, &operand, 1));
+}
+
+/* What a gradient is follows from the use of an operand and from the rule, whatever operands and calls are called. */
+static void test_own_gradients(void **state) {
+    static const char forward[] = "reduce_from_tensor_region_forward", backward[] = "copy_to_tensor_region_backward";
+    static const mt_rule writes = {"from to", "PP", NULL}, replaces = {"to(to) from", "PP", NULL};
+    const mt_dropout none = {.p = 0.0f};
+    test_rank r;
+    mt_tensor t[4];
+    (void)state;
+    test_paper_rank(4, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    for (int i = 0; i < 4; i++) {
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &t[i]));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, t[i], MT_PARTIAL));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, t[i], MT_PARTIAL));
+    }
+    mt_operand o[] = {{"from", t[0], MT_ARG_IN}, {"to", t[1], MT_ARG_OUT}};
+    cure_is(&r, t[0], 0, forward);
+    cure_is(&r, t[0], MT_ARG_GRADIENT, backward);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_rule_check(r.ctx, "d_backward", &writes, o, 2));
+    cure_is(&r, t[1], 0, forward);
+    o[1].use |= MT_ARG_GRADIENT;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_rule_check(r.ctx, "mine", &writes, o, 2));
+    cure_is(&r, t[1], 0, backward);
+    cure_is(&r, mt_tensor_rows(t[1], 1, 2), 0, backward);
+    /* sums and products of it, but not what another operator makes of it */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_add(r.ctx, t[3], t[1], t[2]));
+    cure_is(&r, t[2], 0, backward);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_add(r.ctx, t[3], t[3], t[2]));
+    cure_is(&r, t[2], 0, forward);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, t[3], MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, t[3], MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gemm(r.ctx, MT_NO_TRANS, MT_TRANS, 1, t[1], t[3], 0, t[2]));
+    cure_is(&r, t[2], 0, backward);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bias_dropout_add_forward(r.ctx, t[1], mt_none(), t[1], none, t[2]));
+    cure_is(&r, t[2], 0, forward);
+    /* it replaces an operand, and is summed over another group */
+    o[1].use = MT_ARG_IN_OUT;
+    o[1].t = t[2];
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_rule_check(r.ctx, "mine", &replaces, o, 2));
+    cure_is(&r, t[2], 0, backward);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.grid.dp, t[2].data, t[2].data, 16, MT_F32, MT_SUM));
+    assert_int_equal(mt_placement_of(r.ctx, r.grid.dp, t[2]), MT_REPLICATED);
+    cure_is(&r, t[2], 0, backward);
+    test_paper_rank_close(&r);
+}
+
 /* A name that the rule does not have is no operand that is left out; neither is a pointer that is missing. */
 static void test_arguments_of_own_rules(void **state) {
     static const char *const names[] = {"bias", "b", "bia", "biass", "y bias", "", NULL};
@@ -1140,11 +1194,12 @@ static void hear(mt_context *ctx, void *user, const char *where, const char *wit
     n += (size_t)snprintf(h->text + n, size - n, "%s %s:", where + 3, with ? with : "-");
     for (int i = 0; i < count; i++) {
         const mt_operand *o = &operands[i];
+        int use = o->use & MT_ARG_IN_OUT;
         char letter = o->t.data ? letters[mt_placement_of(ctx, h->r->grid.tp, o->t)] : '-';
         n += (size_t)snprintf(h->text + n, size - n, " %s%s=%c", o->name,
-                              o->use == 1   ? ""
-                              : o->use == 2 ? ">"
-                                            : "<>",
+                              use == MT_ARG_IN    ? ""
+                              : use == MT_ARG_OUT ? ">"
+                                                  : "<>",
                               letter);
     }
     snprintf(h->text + n, size - n, "\n");
@@ -2720,6 +2775,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(test_many_pieces),
     cmocka_unit_test(test_zeros_and_memory_of_the_caller),
     cmocka_unit_test(test_own_rules),
+    cmocka_unit_test(test_own_gradients),
     cmocka_unit_test(test_arguments_of_own_rules),
     cmocka_unit_test(test_parameters_keep_their_placement),
     cmocka_unit_test(test_products_of_own_heads),

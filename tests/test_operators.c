@@ -415,15 +415,52 @@ static int is_operand(const mti_table *table, const char *word, size_t length) {
     return 0;
 }
 
-/* Checks that each word is an operand, and returns the number of words. */
+/* Checks that each word is an operand, and returns the number of words. "dx(x)" has two. */
 static int words_are_operands(const mti_table *table, const char *words) {
     int count = 0;
-    for (const char *at = words; at && *at; at += strspn(at, " ="), count++) {
-        size_t length = strcspn(at += strspn(at, "="), " ");
+    for (const char *at = words; at && *at; at += strspn(at, " =()"), count++) {
+        size_t length = strcspn(at += strspn(at, "="), " ()");
         if (!is_operand(table, at, length)) fail_msg("%s: '%.*s' is no operand", table->name, (int)length, at);
         at += length;
     }
     return count;
+}
+
+/* Whether an operand is the gradient of an operand of some table, by the names that operators have: "dx" of x. */
+static int is_named_gradient(const char *name) {
+    int known = strcmp(name, "grad") == 0; /* of a parameter */
+    for (size_t t = 0; name[0] == 'd' && !known && t < sizeof mti_tables / sizeof *mti_tables; t++)
+        known = is_operand(mti_tables[t], name + 1, strlen(name + 1));
+    return known;
+}
+
+/* An operand is called a gradient if and only if it is one. One of which the rule says whose gradient it is, as in
+   "dx(x)", is written, and has the shape of the other. */
+static void test_gradients(void **state) {
+    int gradients = 0, pairs = 0;
+    (void)state;
+    for (size_t t = 0; t < sizeof mti_tables / sizeof *mti_tables; t++) {
+        const mti_table *table = mti_tables[t];
+        for (int i = 0; i < table_operands(table); i++) {
+            const mti_operand *o = &table->operands[i];
+            char words[256], name[64];
+            snprintf(words, sizeof words, " %s", table->rule.operands ? table->rule.operands : "");
+            snprintf(name, sizeof name, " %s(", o->name);
+            if (!(o->use & MT_ARG_GRADIENT) != !is_named_gradient(o->name))
+                fail_msg("%s: is %s a gradient?", table->name, o->name);
+            gradients += (o->use & MT_ARG_GRADIENT) != 0;
+            if (!strstr(words, name)) continue;
+            const char *of = strstr(words, name) + strlen(name);
+            for (int k = 0; k < table_operands(table); k++) {
+                const mti_operand *x = &table->operands[k];
+                if (strncmp(x->name, of, strlen(x->name)) != 0 || of[strlen(x->name)] != ')') continue;
+                if (!(o->use & MT_ARG_OUT) || !(x->use & MT_ARG_IN) || strcmp(o->shape, x->shape) != 0)
+                    fail_msg("%s: %s is no gradient of %s", table->name, o->name, x->name);
+                pairs++;
+            }
+        }
+    }
+    assert_true(gradients > 40 && pairs > 12);
 }
 
 /* Checks that a size of a shape is known: a digit, a capital letter, or a letter of an operand that is not optional. */
@@ -434,6 +471,13 @@ static void size_is_known(const mti_table *table, char size) {
     if (!known) fail_msg("%s: no operand has the size '%c'", table->name, size);
 }
 
+/* Returns how many operands a rule calls the gradient of another one. */
+static int pairs_of(const char *words) {
+    int count = 0;
+    for (; *words; words++) count += *words == '(';
+    return count;
+}
+
 /* A rule names all operands of its table, and no others. Operands that are no views of the call come last. */
 static void test_tables(void **state) {
     (void)state;
@@ -442,7 +486,8 @@ static void test_tables(void **state) {
         const mti_table *table = mti_tables[t];
         int n = table_operands(table), unseen = 0;
         assert_true(n > 0);
-        if (table->rule.operands) assert_int_equal(words_are_operands(table, table->rule.operands), n);
+        if (table->rule.operands)
+            assert_int_equal(words_are_operands(table, table->rule.operands), n + pairs_of(table->rule.operands));
         for (int i = 0; i < n; i++) {
             const mti_operand *o = &table->operands[i];
             assert_int_equal(strlen(o->shape), 2);
@@ -517,6 +562,7 @@ int main(void) {
         cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_in_place),
         cmocka_unit_test(test_tables),
+        cmocka_unit_test(test_gradients),
         cmocka_unit_test(test_rules_by_name),
         cmocka_unit_test(test_scale_add_numbers),
         cmocka_unit_test(test_moving_average),

@@ -13,6 +13,9 @@
      w  the operand has all columns
      k  the operand has the first rows, until those of this rank's share of the first operand; not over "data"
      a  any rows; not over "data"
+   "dx(x)" in operands is the operand dx, to which the call writes the gradient of operand x. "x(x)" is an x that the
+   call replaces by its gradient. With mt_context_desc.check == 2, a call that computes the gradient of x is refused if
+   the gradient has replaced x already.
    data_cases has further cases for the group "data", where the rows of different ranks are other sequences; NULL: none.
    For example,
        static const mt_rule rule = {"y bias", "RR rR cc", NULL};       // y += bias; P would add it on every rank
@@ -26,10 +29,34 @@ typedef struct mt_rule {
     const char *operands, *cases, *data_cases;
 } mt_rule;
 
+/* What a call does with an operand, and what the operand is, for mt_operand.use and mt_arg.use. MT_ARG_IN: the call
+   reads it, MT_ARG_OUT: it writes it. Add the others with |.
+   MT_ARG_OPTIONAL  of mt_arg: it may be mt_none()
+   MT_ARG_GRADIENT  it is a gradient, such as dy and dx: terms of it are summed by other calls than those of an output
+   MT_ARG_GATHERED  it has what all ranks have computed, one below the other, as mt_all_gather gives it
+   MT_ARG_SUM       the call adds a sum over rows to it, as mt_bias_backward does to dbias
+   MT_ARG_PRODUCT   it is the result of a product, such as c of mt_gemm; a gradient, if the call reads one. With
+                    MT_ARG_SUM, it is a product that sums over the rows of its operands, such as dweight of
+                    mt_linear_gradients
+   MT_ARG_MOVED     the call writes elements of it, or sums or multiples of them, as mt_add does; if it is a gradient,
+                    the results are gradients
+   Invariant mode looks at the last three, see mt_set_sum_check. */
+enum {
+    MT_ARG_IN = 1,
+    MT_ARG_OUT = 2,
+    MT_ARG_IN_OUT = 3,
+    MT_ARG_OPTIONAL = 4,
+    MT_ARG_SUM = 16,
+    MT_ARG_PRODUCT = 32,
+    MT_ARG_GRADIENT = 64,
+    MT_ARG_MOVED = 128,
+    MT_ARG_GATHERED = 512
+};
+
 typedef struct mt_operand {
     const char *name;
     mt_tensor t;
-    int use; /* 1: the call reads t, 2: it writes t, 3: both, 7: it replaces t by the gradient of t */
+    int use; /* MT_ARG_IN, for instance */
 } mt_operand;
 
 MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule *rule, const mt_operand *operands,

@@ -80,12 +80,14 @@ typedef struct mti_known {
     unsigned char parts[MTI_KNOWN_PARTS][MTI_AXES]; /* of the pieces that it meets and that are not zero, each once */
     int count;
     int zero;
-    int unwritten;               /* 1: nothing has written it, or a part of it, since it was allocated */
-    int some_columns;            /* 1: it has, or was computed from, some columns of a tensor */
+    int unwritten;    /* 1: nothing has written it, or a part of it, since it was allocated */
+    int some_columns; /* 1: it has, or was computed from, some columns of a tensor */
+    int is_gradient;  /* of the newest piece, as are is_declared, by and with */
+    int is_declared;
     mti_extent in;               /* of the newest piece that has all of the view; width 0: there is none */
     unsigned apart;              /* a bit for each group whose ranks may read other rows or columns */
     unsigned terms;              /* a bit for each group in which mt_check_view makes a term of what all ranks have */
-    const char *by, *with;       /* of the newest piece, or NULL */
+    const char *by, *with;       /* or NULL */
     const mti_placed *parameter; /* NULL: the view is no part of one */
 } mti_known;
 
@@ -95,13 +97,20 @@ static int mti_has_some_columns(mti_extent e, const mti_placed *p) {
     return e.width < p->at.width && mti_extents_share_rows(e, p->at);
 }
 
+static void mti_known_newest(mti_known *k, const mti_placed *p) {
+    k->is_gradient = p->is_gradient;
+    k->is_declared = p->is_declared;
+    k->by = p->by;
+    k->with = p->with;
+}
+
 /* Adds what a piece says about a view. covers: 1 if the piece has all of the view */
 static void mti_known_add(mti_known *k, mti_extent e, const mti_placed *p, int covers) {
     unsigned char part[MTI_AXES];
     int g, i;
     if (p->zero) return;
     if (mti_has_some_columns(e, p)) k->some_columns = 1;
-    if (k->count == 0) k->by = p->by, k->with = p->with;
+    if (k->count == 0) mti_known_newest(k, p);
     for (g = 0; g < MTI_AXES; g++) {
         unsigned char may = mti_seen_through(e, p->at, p->may[g]);
         int more = !covers && (may & MTI_SPLIT_PLACEMENTS) ? MTI_SPLIT_PLACEMENTS : 0; /* split in some way */
@@ -122,8 +131,7 @@ static mti_known mti_known_of_parameter(mti_extent e, const mti_placed *p) {
     k.parameter = p;
     k.in = p->at;
     k.zero = p->zero;
-    k.by = p->by;
-    k.with = p->with;
+    mti_known_newest(&k, p);
     k.some_columns = mti_has_some_columns(e, p);
     for (g = 0; g < MTI_AXES; g++) k.may[g] = mti_seen_through(e, p->at, p->zero ? p->adds[g] : p->may[g]);
     return k;
@@ -246,6 +254,8 @@ static void mti_placed_join(mti_placed *p, const mti_placed *q) {
         int both = q->zero ? p->may[g] : p->zero ? q->may[g] : p->may[g] | q->may[g];
         p->may[g] = (unsigned char)(are_rows ? both : MTI_ALL_PLACEMENTS);
     }
+    p->is_gradient = (p->is_gradient || p->zero) && (q->is_gradient || q->zero);
+    p->is_declared = p->is_declared && q->is_declared;
     p->zero = p->zero && q->zero;
     p->some_columns = p->some_columns || q->some_columns;
     p->is_replaced = p->is_replaced && q->is_replaced;
@@ -363,15 +373,28 @@ static mt_status mti_placement_note(mt_context *ctx, mt_tensor t, const unsigned
     }
     p->by = by;
     p->with = with;
+    p->is_declared = 0;
     p->content = 0;
     return MT_SUCCESS;
 }
 
-/* Notes that t has only some columns of a tensor. */
-static void mti_columns_note(mti_checker *c, mt_tensor t) {
+/* Returns the newest piece that meets a view, if it has the same memory, or NULL. */
+static mti_placed *mti_written_as(mti_checker *c, mt_tensor t) {
     mti_extent e = mti_extent_of(t);
     mti_placed *p = mti_placed_older(&c->written, e, UINT64_MAX);
-    if (p && mti_extent_covers(p->at, e) && mti_extent_covers(e, p->at)) p->some_columns = 1;
+    return p && mti_extent_covers(p->at, e) && mti_extent_covers(e, p->at) ? p : NULL;
+}
+
+/* Notes that t has only some columns of a tensor. */
+static void mti_columns_note(mti_checker *c, mt_tensor t) {
+    mti_placed *p = mti_written_as(c, t);
+    if (p) p->some_columns = 1;
+}
+
+/* Notes that what was written to t is a gradient. */
+static void mti_gradient_note(mti_checker *c, mt_tensor t) {
+    mti_placed *p = mti_parameter_at(c, mti_extent_of(t)) ? NULL : mti_written_as(c, t);
+    if (p) p->is_gradient = 1;
 }
 
 MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes) {
@@ -402,6 +425,12 @@ static mt_status mti_forget_view(mt_context *ctx, mt_tensor t) {
 
 static mt_status mti_terms_share(mt_context *ctx, int g, mt_tensor t); /* replicas.c */
 
+/* Returns the parameter or gradient of a view, or else the newest piece that meets it, or NULL. */
+static mti_placed *mti_newest_at(const mti_checker *c, mti_extent at) {
+    mti_placed *p = mti_parameter_at(c, at);
+    return p ? p : mti_placed_older(&c->written, at, UINT64_MAX);
+}
+
 /* Notes that t is what `set` says over a group. */
 static mt_status mti_declare_set(mt_context *ctx, const mt_comm *comm, mt_tensor t, int set) {
     mti_known k;
@@ -416,13 +445,8 @@ static mt_status mti_declare_set(mt_context *ctx, const mt_comm *comm, mt_tensor
     k.may[g] = (unsigned char)set;
     MT_TRY(mti_placement_note(ctx, t, k.may, 0, "mt_declare", NULL));
     if (k.some_columns) mti_columns_note(ctx->checker, t);
+    mti_newest_at(ctx->checker, mti_extent_of(t))->is_declared = 1;
     return MT_SUCCESS;
-}
-
-/* Returns the parameter or gradient of a view, or else the newest piece that meets it, or NULL. */
-static mti_placed *mti_newest_at(const mti_checker *c, mti_extent at) {
-    mti_placed *p = mti_parameter_at(c, at);
-    return p ? p : mti_placed_older(&c->written, at, UINT64_MAX);
 }
 
 /* Whether ranks may have any content in all of e, by mt_declare_meant. */

@@ -13,7 +13,16 @@ static void mti_ruling_of(mti_ruling *r, const mti_checker *c, const char *where
     r->over_all = 0;
     r->count = 1;
     r->operands[0].operand = operand;
+    r->operands[0].gradient_of = -1;
     r->operands[0].known = mti_known_of(c, operand->t);
+}
+
+static mt_operand mti_operand_of(const char *name, mt_tensor t, int use) {
+    mt_operand o;
+    o.name = name;
+    o.t = t;
+    o.use = use;
+    return o;
 }
 
 /* Notes what y is after communication from x. */
@@ -21,6 +30,7 @@ static mt_status mti_move_note(mt_context *ctx, const mti_known *x_known, mt_ten
                                const unsigned char *may, int zero, const char *where) {
     MT_TRY(mti_placement_note(ctx, y, may, zero, where, x_known->with));
     if (x_known->some_columns && x.cols == y.cols) mti_columns_note(ctx->checker, y);
+    if (x_known->is_gradient) mti_gradient_note(ctx->checker, y);
     return MT_SUCCESS;
 }
 
@@ -32,17 +42,15 @@ static mt_status mti_moved(mt_context *ctx, const char *where, mt_tensor x, mt_t
 }
 
 /* Tells the listener of communication from x, the operand of the ruling, to y, which may be x or have no elements. */
-static void mti_notify_move(mt_context *ctx, const mti_ruling *r, mt_tensor y) {
+static void mti_notify_move(mt_context *ctx, const mti_ruling *r, const mt_operand *y) {
     const mti_placed *p = r->operands[0].known.parameter;
     mt_operand told[2];
     int in_place;
     told[0] = *r->operands[0].operand;
-    told[1].name = strcmp(told[0].name, "sendbuf") == 0 ? "recvbuf" : "y";
-    told[1].t = y;
-    told[1].use = 2;
-    in_place = y.data == told[0].t.data && y.rows == told[0].t.rows && y.cols == told[0].t.cols;
-    if (in_place) told[0].use = 3;
-    mti_notify(ctx, r->where, p ? p->name : NULL, told, in_place || !mti_has_elements(y) ? 1 : 2);
+    told[1] = *y;
+    in_place = y->t.data == told[0].t.data && y->t.rows == told[0].t.rows && y->t.cols == told[0].t.cols;
+    if (in_place) told[0].use |= MT_ARG_OUT;
+    mti_notify(ctx, r->where, p ? p->name : NULL, told, in_place || !mti_has_elements(y->t) ? 1 : 2);
 }
 
 /* Refuses a sum over a group over which nothing is known about x, when x is a sum over groups of other ranks. */
@@ -62,43 +70,43 @@ static mt_status mti_sum_check(mt_context *ctx, const mti_ruling *r, int g) {
 
 /* Checks that one of the cases fits x on a group. y then becomes `becomes` there, and what x is on the other groups. */
 static mt_status mti_move_check(mt_context *ctx, const mt_comm *comm, const char *where, const char *cases,
-                                char becomes, const char *x_name, mt_tensor x, mt_tensor y) {
+                                char becomes, const mt_operand *from, const mt_operand *to) {
     mt_rule rule = {"x", cases, NULL};
     unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
-    mt_operand operand;
+    mt_tensor x = from->t, y = to->t;
     mti_known read;
     mti_ruling r;
     int g;
     if (!mt_check_mode(ctx) || !mti_has_elements(x)) return MT_SUCCESS;
     g = mti_axis_of(ctx->checker, comm, 1);
     if (g < 0) return mti_moved(ctx, where, x, y);
-    operand.name = x_name;
-    operand.t = x;
-    operand.use = 1;
-    mti_ruling_of(&r, ctx->checker, where, &rule, &operand);
+    mti_ruling_of(&r, ctx->checker, where, &rule, from);
+    if (from->use & MT_ARG_GRADIENT) r.operands[0].known.is_gradient = 1;
     MT_TRY(mti_slots_check(ctx, &r));
-    MT_TRY(mti_slot_check(ctx, where, NULL, "y", y));
+    MT_TRY(mti_slot_check(ctx, where, NULL, to->name, y));
     MT_TRY(mti_written_check(ctx, &r));
     if (strcmp(cases, "P") == 0) MT_TRY(mti_sum_check(ctx, &r, g));
     MT_TRY(mti_rule_axis(ctx, &r, g, results));
     read = r.operands[0].known;
     if (mti_has_elements(y) && y.rows > x.rows && mti_extents_meet(mti_extent_of(x), mti_extent_of(y)))
         read.may[g] = MTI_ALL_PLACEMENTS; /* a gather in place: each rank reads its own part of what is replicated */
-    MT_TRY(mti_replica_read(ctx, where, NULL, &operand, &read));
+    MT_TRY(mti_replica_read(ctx, where, NULL, from, &read));
     memcpy(may, r.operands[0].known.may, sizeof may);
     may[g] = (unsigned char)mti_letter_set(becomes);
     if (mti_has_elements(y)) MT_TRY(mti_move_note(ctx, &r.operands[0].known, x, y, may, 0, where));
-    mti_notify_move(ctx, &r, y);
+    mti_notify_move(ctx, &r, to);
     return MT_SUCCESS;
 }
 
 /* The rules of the conjugates: what x is on the group, and what y, or x in place, becomes. */
 static mt_status mti_region_check(mt_context *ctx, const mt_comm *comm, const char *where, char is, char becomes,
-                                  const char *x_name, mt_tensor x, mt_tensor y) {
+                                  int is_gradient, const char *x_name, mt_tensor x, mt_tensor y) {
+    const mt_operand from = mti_operand_of(x_name, x, MT_ARG_IN | (is_gradient ? MT_ARG_GRADIENT : 0));
+    const mt_operand to = mti_operand_of("y", y, MT_ARG_OUT);
     char cases[2];
     cases[0] = is;
     cases[1] = 0;
-    return mti_move_check(ctx, comm, where, cases, becomes, x_name, x, y);
+    return mti_move_check(ctx, comm, where, cases, becomes, &from, &to);
 }
 
 /* Whether something is known about x on a group. */
@@ -159,9 +167,8 @@ static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const
     mt_operand operand;
     mt_tensor x;
     mti_ruling r;
-    operand.name = is_root ? "sendbuf" : "recvbuf";
-    operand.t = x = mti_shaped(ctx->checker, is_root ? call->send : call->recv, call->dtype, (int64_t)call->count);
-    operand.use = is_root ? 1 : 2;
+    x = mti_shaped(ctx->checker, is_root ? call->send : call->recv, call->dtype, (int64_t)call->count);
+    operand = is_root ? mti_operand_of("sendbuf", x, MT_ARG_IN) : mti_operand_of("recvbuf", x, MT_ARG_OUT);
     mti_ruling_of(&r, ctx->checker, "mt_broadcast", &mti_sent_rule, &operand);
     MT_TRY(mti_slots_check(ctx, &r));
     if (is_root) MT_TRY(mti_sent_check(ctx, &r));
@@ -176,8 +183,7 @@ static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const
     else memset(may, MTI_ALL_PLACEMENTS, sizeof may); /* the root alone knows about the other groups */
     may[g] = 1 << MT_REPLICATED;
     MT_TRY(mti_placement_note(ctx, operand.t, may, 0, "mt_broadcast", is_root ? r.operands[0].known.with : NULL));
-    operand.name = "recvbuf";
-    operand.use = 2;
+    operand = mti_operand_of("recvbuf", operand.t, MT_ARG_OUT);
     mti_notify(ctx, "mt_broadcast", NULL, &operand, 1);
     return MT_SUCCESS;
 }
@@ -186,11 +192,8 @@ static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const
    know. */
 static mt_status mti_sendbuf_written(mt_context *ctx, const char *where, mt_tensor x) {
     static const mt_rule rule = {"sendbuf", "*", NULL};
-    mt_operand operand;
+    const mt_operand operand = mti_operand_of("sendbuf", x, MT_ARG_IN);
     mti_ruling r;
-    operand.name = "sendbuf";
-    operand.t = x;
-    operand.use = 1;
     mti_ruling_of(&r, ctx->checker, where, &rule, &operand);
     MT_TRY(mti_slots_check(ctx, &r));
     return mti_written_check(ctx, &r);
@@ -211,13 +214,14 @@ static mt_status mti_collective_unknown(mt_context *ctx, const mt_comm *comm, in
 
 /* The sum over the world of a term of a sum: it must be one over each group, because all of them are added up. */
 static mt_status mti_world_sum(mt_context *ctx, const mti_ruling *r, mt_tensor y) {
+    const mt_operand to = mti_operand_of("recvbuf", y, MT_ARG_OUT);
     unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
     int g;
     for (g = 0; g < ctx->checker->count; g++)
         if (!ctx->checker->axes[g].only_group) MT_TRY(mti_rule_axis(ctx, r, g, results));
     memset(may, 1 << MT_REPLICATED, sizeof may);
     MT_TRY(mti_move_note(ctx, &r->operands[0].known, r->operands[0].operand->t, y, may, 0, r->where));
-    mti_notify_move(ctx, r, y);
+    mti_notify_move(ctx, r, &to);
     return MT_SUCCESS;
 }
 
@@ -240,12 +244,9 @@ static int mti_is_term_of_world(const mt_context *ctx, const mt_comm *comm, mt_t
 static mt_status mti_sum_of_others(mt_context *ctx, const mt_comm *comm, const mti_call *call, mt_tensor x,
                                    mt_tensor y) {
     static const mt_rule terms = {"sendbuf", "P", NULL};
+    const mt_operand operand = mti_operand_of("sendbuf", x, MT_ARG_IN);
     mti_placed *p;
-    mt_operand operand;
     mti_ruling r;
-    operand.name = "sendbuf";
-    operand.t = x;
-    operand.use = 1;
     mti_ruling_of(&r, ctx->checker, "mt_all_reduce", &terms, &operand);
     r.over_all = 1;
     if (mti_is_term_of_world(ctx, comm, x, &r.operands[0].known)) return mti_world_sum(ctx, &r, y);
@@ -261,6 +262,7 @@ static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, cons
     static const char *const names[] = {"mt_all_reduce", "mt_all_gather", "mt_reduce_scatter", "mt_broadcast"};
     const char *parts = strcmp(comm->name, "data") == 0 ? "P r c" : "P";
     int is_float = mt_dtype_is_float(call->dtype), sums = call->op == MT_SUM && is_float;
+    mt_operand from, to;
     mt_tensor x, y;
     if (!mt_check_mode(ctx) || call->count == 0 || call->kind == MT_BARRIER) return MT_SUCCESS;
     if (call->kind == MT_BROADCAST && comm->size > 1) return mti_broadcast_check(ctx, comm, call);
@@ -272,30 +274,30 @@ static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, cons
     if (call->kind == MT_ALL_GATHER) y.rows *= comm->size;
     if (call->kind == MT_REDUCE_SCATTER && x.rows % comm->size == 0) y.rows /= comm->size;
     else if (call->kind == MT_REDUCE_SCATTER) y = mt_tensor_make(call->recv, call->dtype, 1, (int64_t)call->count);
+    from = mti_operand_of("sendbuf", x, MT_ARG_IN);
+    to = mti_operand_of("recvbuf", y, MT_ARG_OUT);
     if (mti_is_known(ctx, comm, x)) {
         if (call->kind == MT_ALL_REDUCE && sums)
-            return mti_move_check(ctx, comm, "mt_all_reduce", parts, 'R', "sendbuf", x, y);
+            return mti_move_check(ctx, comm, "mt_all_reduce", parts, 'R', &from, &to);
         if (call->kind == MT_ALL_REDUCE && is_float) /* a maximum of terms is not the maximum of their sums */
-            return mti_move_check(ctx, comm, "mt_all_reduce", "R r c", 'R', "sendbuf", x, y);
+            return mti_move_check(ctx, comm, "mt_all_reduce", "R r c", 'R', &from, &to);
         if (call->kind == MT_REDUCE_SCATTER && sums)
-            return mti_move_check(ctx, comm, "mt_reduce_scatter", parts, 'r', "sendbuf", x, y);
+            return mti_move_check(ctx, comm, "mt_reduce_scatter", parts, 'r', &from, &to);
         /* A gather in place leaves what is replicated as it is: the parameters of a sharded optimizer, for instance.
            Candidates of a vocabulary are floats and ids, gathered as MT_I32. */
         if (call->kind == MT_ALL_GATHER && (is_float || mti_is_split(ctx, comm, x)))
             return mti_move_check(ctx, comm, "mt_all_gather",
-                                  mti_extents_meet(mti_extent_of(x), mti_extent_of(y)) ? "r c R" : "r c", 'R',
-                                  "sendbuf", x, y);
+                                  mti_extents_meet(mti_extent_of(x), mti_extent_of(y)) ? "r c R" : "r c", 'R', &from,
+                                  &to);
     }
     if (call->kind == MT_ALL_REDUCE && sums) return mti_sum_of_others(ctx, comm, call, x, y);
     return mti_collective_unknown(ctx, comm, call->kind, names[call->kind], y);
 }
 
 static mt_status mti_send_check(mt_context *ctx, const mti_call *call) {
-    mt_operand operand;
+    const mt_operand operand =
+        mti_operand_of("sendbuf", mt_tensor_make(call->send, call->dtype, 1, (int64_t)call->count), MT_ARG_IN);
     mti_ruling r;
-    operand.name = "sendbuf";
-    operand.t = mt_tensor_make(call->send, call->dtype, 1, (int64_t)call->count);
-    operand.use = 1;
     if (!mti_has_elements(operand.t)) return MT_SUCCESS;
     mti_ruling_of(&r, ctx->checker, "mt_send", &mti_sent_rule, &operand);
     MT_TRY(mti_sent_check(ctx, &r));
@@ -328,9 +330,9 @@ static mt_status mti_rows_check(mt_context *ctx, const mt_comm *comm, int gather
         mt_tensor piece = mt_tensor_rows(gathers ? y : x, block * (gathers ? x : y).rows + first, rows);
         ctx->checker->listener = i == comm->size ? listener : NULL;
         ctx->checker->replicas = !gathers || i == comm->size ? replicas : NULL;
-        if (gathers) status = mti_region_check(ctx, comm, where, 'r', 'R', "x", part, piece);
+        if (gathers) status = mti_region_check(ctx, comm, where, 'r', 'R', 0, "x", part, piece);
         else
-            status = mti_region_check(ctx, comm, where, 'P', 'r', "x", piece,
+            status = mti_region_check(ctx, comm, where, 'P', 'r', 0, "x", piece,
                                       i == comm->size ? part : mt_tensor_rows(part, 0, 0));
     }
     ctx->checker->listener = listener;

@@ -41,7 +41,8 @@ typedef struct mti_placed {
     const char *by, *with;           /* the operator that has written it, and the parameter that it used, or NULL */
     const char *name;                /* of a parameter; in mti_checker.names */
     int64_t parts;                   /* of a parameter, see mt_param_desc */
-    int is_gradient;
+    int is_gradient;                 /* 1: the gradient of a parameter, or written by a call as a gradient */
+    int is_declared;                 /* 1: mt_declare has said what it is */
     const char *features; /* the parameter whose features these columns are, after elementwise calls, too; or NULL */
     char summed_over[16]; /* of a gradient: the program has summed it over this group, which is not in axes; or "" */
     int some_columns;     /* 1: it was computed from some columns of a tensor, and has as many */

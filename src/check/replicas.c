@@ -314,7 +314,7 @@ static mt_status mti_share_read(mt_context *ctx, int g, const char *where, const
     mti_share e;
     if (known->may[g] != 1 << MT_SPLIT_ROWS && known->may[g] != 1 << MT_SPLIT_COLS) return MT_SUCCESS;
     if (ctx->checker->axes[g].only_group) return MT_SUCCESS;
-    if (!is_ids && !(known->by && strcmp(known->by, "mt_declare") == 0)) return MT_SUCCESS;
+    if (!is_ids && !known->is_declared) return MT_SUCCESS;
     if (is_ids && ctx->device == MT_DEVICE_CPU && !mti_ids_differ(o->t, is_data)) return MT_SUCCESS;
     if (is_ids && is_data && ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
     memset(&e, 0, sizeof e);
@@ -364,7 +364,7 @@ static mt_status mti_view_share(mt_context *ctx, int g, mt_tensor t, mt_placemen
 
 /* Whether a piece inside e is this rank's part of what a call has written, and what group g splits. */
 static int mti_is_own_part(const mti_placed *p, int g, mti_extent e) {
-    if (!p->by || p->zero || strcmp(p->by, "mt_declare") == 0 || !mti_extent_covers(e, p->at)) return 0;
+    if (!p->by || p->zero || p->is_declared || !mti_extent_covers(e, p->at)) return 0;
     return p->may[g] == 1 << MT_SPLIT_ROWS || p->may[g] == 1 << MT_SPLIT_COLS;
 }
 
@@ -556,7 +556,7 @@ static mt_status mti_replica_read(mt_context *ctx, const char *where, const char
                                   const mti_known *known) {
     mti_replica e;
     int g, hashed = 0;
-    if (!mti_replicas_on(ctx) || !(operand->use & 1)) return MT_SUCCESS;
+    if (!mti_replicas_on(ctx) || !(operand->use & MT_ARG_IN)) return MT_SUCCESS;
     memset(&e, 0, sizeof e);
     e.where = where;
     e.with = with;
@@ -694,9 +694,10 @@ MT_API mt_status mt_check_side(mt_context *ctx, const char *where, const char *n
     for (g = 0; alike && g < ctx->checker->count; g++)
         if (known.may[g] == 1 << along) known.may[g] = MTI_ALL_PLACEMENTS;
     known.by = "mt_declare";
+    known.is_declared = 1;
     o.name = name;
     o.t = side;
-    o.use = 1;
+    o.use = MT_ARG_IN;
     return mti_replica_read(ctx, where, NULL, &o, &known);
 }
 

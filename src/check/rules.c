@@ -12,6 +12,7 @@ static mt_status mti_range_note(mt_context *ctx, int g, const struct mti_ruling 
 /* An operand of a rule in a call. */
 typedef struct mti_ruled {
     const mt_operand *operand; /* NULL: the call leaves it out */
+    int gradient_of;           /* number of the operand whose gradient the call writes here; -1: none */
     mti_known known;
 } mti_ruled;
 
@@ -24,6 +25,12 @@ typedef struct mti_ruling {
     int over_all;     /* 1: the call is a sum over all groups together */
     const char *with; /* name of a parameter among the operands, or NULL */
 } mti_ruling;
+
+static int mti_reads(const mti_ruled *o) { return o->operand && (o->operand->use & MT_ARG_IN); }
+
+static int mti_writes(const mti_ruled *o) { return o->operand && (o->operand->use & MT_ARG_OUT); }
+
+static int mti_only_reads(const mti_ruled *o) { return mti_reads(o) && !mti_writes(o); }
 
 /* Returns the set that a letter of a case stands for. */
 static int mti_letter_set(char letter) {
@@ -98,7 +105,7 @@ static int mti_share_of(const mti_ruling *r, int i, int g) {
 /* The same of what all ranks have and a call only reads. */
 static int mti_own_share(const mti_ruling *r, int i, int g) {
     const mti_ruled *o = &r->operands[i];
-    if (!o->operand || o->operand->use != 1 || o->known.may[g] != 1 << MT_REPLICATED) return 0;
+    if (!mti_only_reads(o) || o->known.may[g] != 1 << MT_REPLICATED) return 0;
     return mti_share_of(r, i, g);
 }
 
@@ -106,7 +113,7 @@ static int mti_own_share(const mti_ruling *r, int i, int g) {
 static int mti_is_term(const mti_ruling *r, int i, int g, char letter) {
     const mti_ruled *o = &r->operands[i];
     const mti_placed *p = o->known.parameter;
-    if ((letter != 'r' && letter != 'c') || !o->operand || !(o->operand->use & 2) || !p || !p->is_gradient) return 0;
+    if ((letter != 'r' && letter != 'c') || !mti_writes(o) || !p || !p->is_gradient) return 0;
     return p->adds[g] == 1 << MT_PARTIAL && mti_share_of(r, i, g) == mti_letter_set(letter);
 }
 
@@ -120,7 +127,7 @@ static int mti_has_first_rows(const mti_ruling *r, int i, int g) {
 
 /* What a letter says of operand i, apart from its placement, see mt_rule. */
 static int mti_extent_fits(const mti_ruling *r, int i, int g, char letter) {
-    int reads = r->operands[i].operand->use & 1;
+    int reads = mti_reads(&r->operands[i]);
     switch (letter) {
     case 'o': return !reads || mti_has_own_columns(r, i, g);
     case 'w': return !reads || mti_shares(r, i) == 1;
@@ -134,7 +141,7 @@ static int mti_extent_fits(const mti_ruling *r, int i, int g, char letter) {
    term of it. */
 static int mti_result_set(const mti_ruling *r, int i, int g, char letter) {
     if (mti_is_term(r, i, g, letter)) return 1 << MT_PARTIAL;
-    if (letter != 'o' || !r->operands[i].operand || (r->operands[i].operand->use & 1)) return mti_letter_set(letter);
+    if (letter != 'o' || !r->operands[i].operand || mti_reads(&r->operands[i])) return mti_letter_set(letter);
     return 1 << (mti_shares(r, i) > 1 ? MT_PARTIAL : MT_SPLIT_COLS);
 }
 
@@ -142,7 +149,7 @@ static int mti_result_set(const mti_ruling *r, int i, int g, char letter) {
    gradient may become when the call only writes it. */
 static int mti_ruled_set(const mti_ruled *o, int g) {
     const mti_placed *p = o->known.parameter;
-    if (o->operand->use & 1) return o->known.zero && !p ? MTI_ALL_PLACEMENTS : o->known.may[g];
+    if (mti_reads(o)) return o->known.zero && !p ? MTI_ALL_PLACEMENTS : o->known.may[g];
     return p ? p->adds[g] : MTI_ALL_PLACEMENTS;
 }
 
@@ -151,7 +158,7 @@ static int mti_letter_fits(const mti_ruling *r, int i, int g, char letter) {
     const mti_ruled *o = &r->operands[i];
     int set = mti_result_set(r, i, g, letter), part;
     if (!(mti_ruled_set(o, g) & set)) return 0;
-    for (part = 0; (o->operand->use & 1) && part < o->known.count; part++)
+    for (part = 0; mti_reads(o) && part < o->known.count; part++)
         if (!(o->known.parts[part][g] & set)) return 0;
     return mti_extent_fits(r, i, g, letter);
 }
@@ -228,7 +235,7 @@ static int mti_parameter_hint(const mti_ruling *r, int g, int i, char *text, siz
             !mti_extent_covers(mti_extent_of(r->operands[k].operand->t), p->at))
             snprintf(text, size, ", or say with mt_check_view that the view of '%.100s' is of this rank's rows",
                      p->name);
-        if (!p || !p->is_gradient || !(r->operands[k].operand->use & 2)) continue;
+        if (!p || !p->is_gradient || !mti_writes(&r->operands[k])) continue;
         if (mti_is_synchronised(p, g)) {
             snprintf(text, size,
                      ": the gradient of '%.100s' is synchronised already; call mt_params_zero_grad before the first "
@@ -247,20 +254,8 @@ static int mti_parameter_hint(const mti_ruling *r, int g, int i, char *text, siz
     return 0;
 }
 
-/* Whether an operand is the gradient of a tensor: by its name in the rule, or because it is the product of a gradient
-   and a weight that is split by rows. (A weight that is split by columns makes a term of an output, and so does an
-   embedding, whose table is split by rows.) */
-static int mti_is_gradient(const mti_checker *c, const mti_ruled *o, int g) {
-    size_t i;
-    if (o->operand->name[0] == 'd' || (o->known.by && strstr(o->known.by, "_backward"))) return 1;
-    if (o->known.by && strcmp(o->known.by, "mt_gemm") != 0 && strcmp(o->known.by, "mt_linear_activation_backward") != 0)
-        return 0;
-    for (i = 0; o->known.with && i < c->parameters.count; i++) {
-        const mti_placed *p = &c->parameters.list[i];
-        if (!p->is_gradient && strcmp(p->name, o->known.with) == 0) return p->may[g] == 1 << MT_SPLIT_ROWS;
-    }
-    return 0;
-}
+/* Whether an operand is a gradient: its use says so, or it was written as one. */
+static int mti_is_gradient(const mti_ruled *o) { return (o->operand->use & MT_ARG_GRADIENT) || o->known.is_gradient; }
 
 /* Returns the region call that turns a placement into another one, or NULL. */
 static const char *mti_region_remedy(int is, int must, int is_gradient) {
@@ -283,8 +278,8 @@ static const char *mti_remedy(const mti_checker *c, const mti_ruled *o, int g, i
     int is = o->known.may[g], sums = is >> MT_PARTIAL & 1, whole = must >> MT_REPLICATED & 1;
     int number = o->operand->t.rows == 1 && o->operand->t.cols == 1;
     if (whole && sums && o->known.parameter && o->known.parameter->is_gradient) return "mt_sync_gradients";
-    if (whole && strcmp(o->operand->name, "gathered") == 0) return "mt_all_gather"; /* one shard below the other */
-    if (!mti_is_data(&c->axes[g])) return mti_region_remedy(is, must, mti_is_gradient(c, o, g));
+    if (whole && (o->operand->use & MT_ARG_GATHERED)) return "mt_all_gather";
+    if (!mti_is_data(&c->axes[g])) return mti_region_remedy(is, must, mti_is_gradient(o));
     return whole && (sums || number) ? "mt_all_reduce" : NULL;
 }
 
@@ -295,7 +290,7 @@ static void mti_term_hint(const mti_ruling *r, int g, int ranks, char *text, siz
     text[0] = 0;
     while (r->count > 1 && (at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
         if (mti_case_misfits(r, at, g, &first) != 1 || at[first] != 'P') continue;
-        if (r->operands[first].operand->use != 1 || r->operands[first].known.may[g] != 1 << MT_REPLICATED) continue;
+        if (!mti_only_reads(&r->operands[first]) || r->operands[first].known.may[g] != 1 << MT_REPLICATED) continue;
         name = r->operands[first].operand->name;
         snprintf(
             text, size,
@@ -333,7 +328,7 @@ static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, in
     mti_set_text(o->known.may[g], is, sizeof is);
     mti_set_text(must, wanted, sizeof wanted);
     snprintf(at, sizeof at, " (%.30s)", o->operand->name);
-    if (o->known.parameter && (o->operand->use & 2))
+    if (o->known.parameter && mti_writes(o))
         return mti_write_refuse(ctx, r->where, o->known.parameter, at, g, must, mti_ruled_set(o, g));
     mti_with_text(ctx->checker, r->with, at, sizeof at);
     mti_since_text(o->known.parameter ? NULL : o->known.by, o->known.with, since, sizeof since);
@@ -375,7 +370,7 @@ static int mti_reads_replicas(const mti_ruling *r, int g) {
     int i, any = 0;
     for (i = 0; i < r->count; i++) {
         const mti_ruled *o = &r->operands[i];
-        if (!o->operand || !(o->operand->use & 1) || (o->known.zero && !o->known.parameter)) continue;
+        if (!mti_reads(o) || (o->known.zero && !o->known.parameter)) continue;
         if (o->known.may[g] != 1 << MT_REPLICATED) return 0;
         any = 1;
     }
@@ -384,14 +379,14 @@ static int mti_reads_replicas(const mti_ruling *r, int g) {
 
 /* Whether a rule says of a call that it computes the same on all ranks, from nothing. */
 static int mti_is_constant(const mti_ruling *r) {
-    return r->count == 1 && r->operands[0].operand && r->operands[0].operand->use == 2 &&
+    return r->count == 1 && mti_writes(&r->operands[0]) && !mti_reads(&r->operands[0]) &&
            strcmp(r->rule->cases, "R") == 0;
 }
 
 /* Whether operand i, which all ranks have, does not fit a letter only because of its extent. */
 static int mti_is_other_extent(const mti_ruling *r, int i, int g, char letter) {
     const mti_ruled *o = &r->operands[i];
-    if (!o->operand || !(o->operand->use & 1) || o->known.may[g] != 1 << MT_REPLICATED) return 0;
+    if (!mti_reads(o) || o->known.may[g] != 1 << MT_REPLICATED) return 0;
     if (letter == 'o') return mti_shares(r, i) > 1 && !mti_has_own_columns(r, i, g);
     return letter == 'k' && !mti_has_first_rows(r, i, g);
 }
@@ -482,18 +477,27 @@ static mt_status mti_rule_axis(mt_context *ctx, const mti_ruling *r, int g, unsi
     return fits ? MT_SUCCESS : mti_rule_refuse(ctx, r, g, culprit, must);
 }
 
-/* Sets *word to the next name in a rule's list of operands, and moves *next behind it. Returns its length; 0: the list
-   ends. */
+/* Sets *word to the next name in a rule's list of operands, and moves *next behind it, and behind "(x)". Returns its
+   length; 0: the list ends. */
 static size_t mti_rule_word(const char **next, const char **word) {
-    size_t length;
     *word = *next + strspn(*next, " ");
-    length = strcspn(*word, " ");
-    *next = *word + length;
-    return length;
+    *next = *word + strcspn(*word, " ");
+    return strcspn(*word, " (");
 }
 
-static int mti_word_is(const char *word, size_t length, const char *name) {
-    return strlen(name) == length && strncmp(word, name, length) == 0;
+/* Returns the number of a rule's operand of this name, or -1. */
+static int mti_rule_number(const mt_rule *rule, const char *name, size_t length) {
+    const char *next = rule->operands, *word;
+    size_t n;
+    int i;
+    for (i = 0; (n = mti_rule_word(&next, &word)) > 0; i++)
+        if (n == length && strncmp(word, name, n) == 0) return i;
+    return -1;
+}
+
+/* Returns the number of the operand whose gradient a word is of: that of x for "dx(x)", or -1. */
+static int mti_rule_gradient(const mt_rule *rule, const char *word, size_t length) {
+    return word[length] == '(' ? mti_rule_number(rule, word + length + 1, strcspn(word + length + 1, ") ")) : -1;
 }
 
 /* Looks up the operands of a call, in the order of the rule. */
@@ -502,11 +506,15 @@ static void mti_ruling_fill(mti_checker *c, mti_ruling *r, const mt_operand *ope
     size_t length;
     int i;
     for (r->count = 0; r->count < MTI_RULE_OPERANDS && (length = mti_rule_word(&next, &word)) > 0; r->count++) {
-        mti_ruled *o = &r->operands[r->count];
-        o->operand = NULL;
-        for (i = 0; i < count; i++)
-            if (mti_word_is(word, length, operands[i].name) && mti_has_elements(operands[i].t))
-                o->operand = &operands[i];
+        r->operands[r->count].operand = NULL;
+        r->operands[r->count].gradient_of = mti_rule_gradient(r->rule, word, length);
+    }
+    for (i = 0; i < count; i++) {
+        int k = mti_rule_number(r->rule, operands[i].name, strlen(operands[i].name));
+        if (k >= 0 && k < r->count && mti_has_elements(operands[i].t)) r->operands[k].operand = &operands[i];
+    }
+    for (i = 0; i < r->count; i++) {
+        mti_ruled *o = &r->operands[i];
         if (o->operand) o->known = mti_known_of(c, o->operand->t);
         if (o->operand && o->known.parameter && !r->with) r->with = o->known.parameter->name;
     }
@@ -518,7 +526,7 @@ static void mti_numbers_assume(mti_ruling *r, int i, int g) {
     mti_ruled *o = &r->operands[i];
     const char *more = r->rule->data_cases, *at = NULL;
     int is_data = mti_is_data(&r->checker->axes[g]), set = 0, first, misfits;
-    if (!o->operand || o->operand->use != 1 || o->operand->t.dtype != MT_I32 || o->known.zero) return;
+    if (!mti_only_reads(o) || o->operand->t.dtype != MT_I32 || o->known.zero) return;
     if (o->known.may[g] != MTI_ALL_PLACEMENTS || o->known.count > 1) return;
     if (!is_data) more = NULL;
     while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
@@ -528,15 +536,6 @@ static void mti_numbers_assume(mti_ruling *r, int i, int g) {
     if (!set || set & (set - 1)) return;
     o->known.may[g] = (unsigned char)set;
     if (o->known.count) o->known.parts[0][g] = (unsigned char)set;
-}
-
-/* Whether a rule has an operand of this name. */
-static int mti_rule_names(const mt_rule *rule, const char *name) {
-    const char *next = rule->operands, *word;
-    size_t length;
-    while ((length = mti_rule_word(&next, &word)) > 0)
-        if (mti_word_is(word, length, name)) return 1;
-    return 0;
 }
 
 /* Refuses arguments of mt_rule_check that are NULL, and operands that the rule does not have. */
@@ -555,7 +554,7 @@ static mt_status mti_rule_arguments(mt_context *ctx, const char *where, const mt
     for (i = 0; i < count; i++) {
         if (!operands[i].name)
             return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_rule_check of %.60s: operands[%d].name is NULL", where, i);
-        if (!mti_rule_names(rule, operands[i].name))
+        if (mti_rule_number(rule, operands[i].name, strlen(operands[i].name)) < 0)
             return mt_fail(ctx, MT_ERR_ARGUMENT,
                            "mt_rule_check of %.60s: its rule has no operand '%.60s', only: %.200s", where,
                            operands[i].name, rule->operands);
@@ -624,7 +623,7 @@ static mt_status mti_written_check(mt_context *ctx, const mti_ruling *r) {
     if (!ctx->checker->strict || !mti_declares(ctx->checker)) return MT_SUCCESS;
     for (i = 0; i < r->count; i++) {
         const mti_ruled *o = &r->operands[i];
-        if (!o->operand || !(o->operand->use & 1) || !o->known.unwritten) continue;
+        if (!mti_reads(o) || !o->known.unwritten) continue;
         if (!mt_dtype_is_float(o->operand->t.dtype) || !mti_is_in_arena(ctx, mti_extent_of(o->operand->t))) continue;
         mti_with_text(ctx->checker, r->with, at, sizeof at);
         mti_missing_text(ctx->checker, o->operand->t, missing, sizeof missing);
@@ -692,7 +691,7 @@ static void mti_unknown_count(mti_checker *c, const mti_ruling *r) {
     char at[192];
     int i, g;
     for (i = 0; i < r->count; i++)
-        for (g = 0; r->operands[i].operand && (r->operands[i].operand->use & 1) && g < c->count; g++) {
+        for (g = 0; mti_reads(&r->operands[i]) && g < c->count; g++) {
             const mti_known *k = &r->operands[i].known;
             if (k->zero || c->axes[g].only_group || !(k->may[g] & (k->may[g] - 1))) continue;
             if (c->unknown++ > 0) continue;
@@ -707,7 +706,7 @@ static int mti_reads_some_columns(const mti_ruling *r, mt_tensor t) {
     int i;
     for (i = 0; i < r->count; i++) {
         const mti_ruled *o = &r->operands[i];
-        if (o->operand && (o->operand->use & 1) && o->known.some_columns && o->operand->t.cols == t.cols) return 1;
+        if (mti_reads(o) && o->known.some_columns && o->operand->t.cols == t.cols) return 1;
     }
     return 0;
 }
@@ -731,7 +730,7 @@ static const char *mti_features_of(const mti_ruling *r, mt_tensor t) {
         const mti_ruled *o = &r->operands[i];
         const mti_placed *p;
         mti_extent e;
-        if (!o->operand || !(o->operand->use & 1)) continue;
+        if (!mti_reads(o)) continue;
         if (o->known.parameter && mti_is_split_along(r, o, t.cols)) return o->known.parameter->name;
         if (o->known.parameter || o->operand->t.cols != t.cols) continue;
         e = mti_extent_of(o->operand->t);
@@ -742,9 +741,32 @@ static const char *mti_features_of(const mti_ruling *r, mt_tensor t) {
 }
 
 static void mti_features_note(mti_checker *c, mt_tensor t, const char *features) {
-    mti_extent e = mti_extent_of(t);
-    mti_placed *p = mti_placed_older(&c->written, e, UINT64_MAX);
-    if (p && mti_extent_covers(p->at, e) && mti_extent_covers(e, p->at)) p->features = features;
+    mti_placed *p = mti_written_as(c, t);
+    if (p) p->features = features;
+}
+
+/* Whether what a call writes to operand i is a term of a product with a weight whose rows a group splits: the gradient
+   of what the weight was multiplied with. (A weight that is split by columns makes a term of an output.) */
+static int mti_is_input_gradient(const mti_ruling *r, int i, unsigned char (*results)[MTI_RULE_OPERANDS]) {
+    int g, k;
+    for (g = 0; (r->operands[i].operand->use & MT_ARG_PRODUCT) && g < r->checker->count; g++)
+        for (k = 0; results[g][i] == 1 << MT_PARTIAL && k < r->count; k++) {
+            const mti_placed *p = mti_reads(&r->operands[k]) ? r->operands[k].known.parameter : NULL;
+            if (p && !p->is_gradient && p->may[g] == 1 << MT_SPLIT_ROWS) return 1;
+        }
+    return 0;
+}
+
+/* Whether a call writes a gradient to operand i: by its use and the rule, or because it computes a product, sums or
+   multiples of a gradient. */
+static int mti_writes_gradient(const mti_ruling *r, int i, unsigned char (*results)[MTI_RULE_OPERANDS]) {
+    int use = r->operands[i].operand->use, k;
+    if ((use & MT_ARG_GRADIENT) || r->operands[i].gradient_of >= 0) return 1;
+    for (k = 0; k < r->count; k++)
+        if (mti_reads(&r->operands[k]) && ((use & MT_ARG_PRODUCT) || (r->operands[k].operand->use & MT_ARG_MOVED)) &&
+            mti_is_gradient(&r->operands[k]))
+            return 1;
+    return mti_is_input_gradient(r, i, results);
 }
 
 /* Notes what a call writes to operand i. results: the sets that the cases allow, for each group and operand. A constant
@@ -755,12 +777,13 @@ static mt_status mti_result_note(mt_context *ctx, const mti_ruling *r, int i,
     unsigned char may[MTI_AXES];
     const char *features;
     int g;
-    if (!o->operand || !(o->operand->use & 2)) return MT_SUCCESS;
+    if (!mti_writes(o)) return MT_SUCCESS;
     memset(may, mti_is_constant(r) ? 1 << MT_REPLICATED : MTI_ALL_PLACEMENTS, sizeof may);
     for (g = 0; g < ctx->checker->count; g++) may[g] = (unsigned char)(results[g][i] & mti_ruled_set(o, g));
     features = mti_features_of(r, o->operand->t);
     MT_TRY(mti_placement_note(ctx, o->operand->t, may, 0, r->where, r->with));
     mti_features_note(ctx->checker, o->operand->t, features);
+    if (mti_writes_gradient(r, i, results)) mti_gradient_note(ctx->checker, o->operand->t);
     if (mti_reads_some_columns(r, o->operand->t)) mti_columns_note(ctx->checker, o->operand->t);
     return MT_SUCCESS;
 }
@@ -772,9 +795,9 @@ static uint64_t mti_hash_number(uint64_t hash, uint64_t number) {
 /* Returns the piece of an operand that a call reads and an operator has written, or NULL. */
 static mti_placed *mti_computed_at(const mti_checker *c, const mti_ruled *o) {
     mti_placed *p;
-    if (!o->operand || !(o->operand->use & 1) || o->known.parameter) return NULL;
+    if (!mti_reads(o) || o->known.parameter) return NULL;
     p = mti_placed_older(&c->written, mti_extent_of(o->operand->t), UINT64_MAX);
-    if (!p || !p->by || strcmp(p->by, "mt_declare") == 0) return NULL;
+    if (!p || !p->by || p->is_declared) return NULL;
     return mti_extent_covers(p->at, mti_extent_of(o->operand->t)) ? p : NULL;
 }
 
@@ -793,10 +816,10 @@ static mti_reading mti_activations_of(const mti_checker *c, const mti_ruling *r)
         mti_placed *p = mti_computed_at(c, o);
         mti_extent e;
         uint64_t which;
-        if (!o->operand || !(o->operand->use & 1) || o->known.parameter) continue;
+        if (!mti_reads(o) || o->known.parameter) continue;
         e = mti_extent_of(o->operand->t);
         which = mti_hash_number(mti_hash_number(p ? p->age : 0, (uint64_t)e.begin), (uint64_t)e.end);
-        if (!a.piece && p && o->operand->name[0] != 'd') a.piece = p, a.which = which;
+        if (!a.piece && p && !mti_is_gradient(o)) a.piece = p, a.which = which;
         a.which_all = mti_hash_number(a.which_all, which);
         known &= p != NULL;
     }
@@ -818,9 +841,8 @@ static mt_status mti_used_check(mt_context *ctx, const mti_ruling *r) {
     int i;
     for (i = 0; a.piece && i < r->count; i++) {
         const mti_ruled *o = &r->operands[i];
-        mti_placed *p = o->operand && (o->operand->use & 2) && o->known.parameter
-                            ? mti_parameter_at(ctx->checker, mti_extent_of(o->operand->t))
-                            : NULL;
+        mti_placed *p =
+            mti_writes(o) && o->known.parameter ? mti_parameter_at(ctx->checker, mti_extent_of(o->operand->t)) : NULL;
         if (!p || !p->is_gradient || !mti_extent_covers(mti_extent_of(o->operand->t), p->at)) continue;
         if (mti_is_used_twice(p, &a, r->where)) {
             mti_with_text(ctx->checker, r->with, at, sizeof at);
@@ -838,17 +860,12 @@ static mt_status mti_used_check(mt_context *ctx, const mti_ruling *r) {
     return MT_SUCCESS;
 }
 
-/* Returns what a call writes the gradient of operand i to, which it reads: to "dx" for "x", or to x itself. NULL: the
-   call computes no gradient of it. */
+/* Returns what a call writes the gradient of operand i to, which it reads, or NULL. */
 static const mt_operand *mti_gradient_of(const mti_ruling *r, int i) {
-    const mt_operand *o = r->operands[i].operand, *d;
     int k;
-    if (!o || !(o->use & 1) || r->operands[i].known.parameter) return NULL;
-    if (o->use & 4) return o;
-    for (k = 0; k < r->count; k++) {
-        d = r->operands[k].operand;
-        if (d && (d->use & 2) && d->name[0] == 'd' && strcmp(d->name + 1, o->name) == 0) return d;
-    }
+    if (!mti_reads(&r->operands[i]) || r->operands[i].known.parameter) return NULL;
+    for (k = 0; k < r->count; k++)
+        if (mti_writes(&r->operands[k]) && r->operands[k].gradient_of == i) return r->operands[k].operand;
     return NULL;
 }
 
@@ -883,7 +900,7 @@ static void mti_replaced_note(mti_checker *c, const mti_ruling *r) {
         if (!d) continue;
         e = mti_extent_of(d->t);
         of = mti_extent_of(r->operands[i].operand->t);
-        p = mti_placed_older(&c->written, e, UINT64_MAX);
+        p = mti_written_as(c, d->t);
         if (p && mti_extent_covers(e, of) && mti_extent_covers(of, e)) p->is_replaced = 1;
     }
 }
@@ -894,7 +911,7 @@ static int mti_reads_apart(const mti_ruling *r, int i, int g) {
     const char *more = NULL, *at = NULL;
     int k, first, own;
     if (r->operands[i].known.may[g] != 1 << MT_REPLICATED) return 0;
-    own = mti_own_share(r, i, g) || (r->operands[i].operand->use == 1 && mti_has_own_columns(r, i, g));
+    own = mti_own_share(r, i, g) || (mti_only_reads(&r->operands[i]) && mti_has_own_columns(r, i, g));
     for (k = 0; own && k < r->count; k++)
         if (r->operands[k].operand && !(r->operands[k].known.may[g] & ~MTI_SPLIT_PLACEMENTS)) return 1;
     while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL)
@@ -906,9 +923,7 @@ static int mti_reads_apart(const mti_ruling *r, int i, int g) {
 static int mti_meets_columns(const mti_ruling *r, int i, int g) {
     int k;
     for (k = 0; k < r->count; k++)
-        if (k != i && r->operands[k].operand && (r->operands[k].operand->use & 1) &&
-            r->operands[k].known.may[g] == 1 << MT_SPLIT_COLS)
-            return 1;
+        if (k != i && mti_reads(&r->operands[k]) && r->operands[k].known.may[g] == 1 << MT_SPLIT_COLS) return 1;
     return 0;
 }
 
@@ -919,7 +934,7 @@ static mt_status mti_operand_note(mt_context *ctx, const mti_ruling *r, int i,
     const mt_operand *o = r->operands[i].operand;
     mti_known known;
     int g;
-    if (!o || !(o->use & 1)) return MT_SUCCESS;
+    if (!mti_reads(&r->operands[i])) return MT_SUCCESS;
     known = r->operands[i].known;
     for (g = 0; g < ctx->checker->count; g++) {
         if (o->t.dtype == MT_I32) known.may[g] &= results[g][i];

@@ -79,41 +79,42 @@ static mt_tensor mti_dense(mt_tensor t) {
     } while (0)
 
 /* Applies the rule of a region and, if it fits, evaluates `call`. */
-#define MTI_REGION(ctx, comm, where, is, becomes, x_name, x, y, call)                                                  \
+#define MTI_REGION(ctx, comm, where, is, becomes, is_gradient, x_name, x, y, call)                                     \
     do {                                                                                                               \
-        MT_TRY(MTI_HOOK(ctx, region(ctx, comm, where, is, becomes, x_name, x, y)));                                    \
+        MT_TRY(MTI_HOOK(ctx, region(ctx, comm, where, is, becomes, is_gradient, x_name, x, y)));                       \
         MTI_WITHOUT_CHECKS(ctx, comm, &(where)[3], call);                                                              \
     } while (0)
 
-static mt_status mti_region_reduce(mt_context *ctx, mt_comm *comm, const char *where, const char *x_name, mt_tensor t) {
+static mt_status mti_region_reduce(mt_context *ctx, mt_comm *comm, const char *where, int is_gradient,
+                                   const char *x_name, mt_tensor t) {
     MT_TRY(mti_check_view(ctx, comm, where + 3, "the tensor", t));
-    MTI_REGION(ctx, comm, where, 'P', 'R', x_name, t, t,
+    MTI_REGION(ctx, comm, where, 'P', 'R', is_gradient, x_name, t, t,
                mt_all_reduce(ctx, comm, t.data, t.data, mti_elements(t), t.dtype, MT_SUM));
 }
 
 MT_API mt_status mt_copy_to_tensor_region_forward(mt_context *ctx, mt_comm *comm, mt_tensor x) {
     MT_TRY(mti_check_view(ctx, comm, "copy_to_tensor_region_forward", "x", x));
-    return MTI_HOOK(ctx,
-                    region(ctx, comm, "mt_copy_to_tensor_region_forward", 'R', 'R', "x", x, mt_tensor_rows(x, 0, 0)));
+    return MTI_HOOK(
+        ctx, region(ctx, comm, "mt_copy_to_tensor_region_forward", 'R', 'R', 0, "x", x, mt_tensor_rows(x, 0, 0)));
 }
 
 MT_API mt_status mt_copy_to_tensor_region_backward(mt_context *ctx, mt_comm *comm, mt_tensor dx) {
-    return mti_region_reduce(ctx, comm, "mt_copy_to_tensor_region_backward", "dx", dx);
+    return mti_region_reduce(ctx, comm, "mt_copy_to_tensor_region_backward", 1, "dx", dx);
 }
 
 MT_API mt_status mt_reduce_from_tensor_region_forward(mt_context *ctx, mt_comm *comm, mt_tensor y) {
-    return mti_region_reduce(ctx, comm, "mt_reduce_from_tensor_region_forward", "y", y);
+    return mti_region_reduce(ctx, comm, "mt_reduce_from_tensor_region_forward", 0, "y", y);
 }
 
 MT_API mt_status mt_reduce_from_tensor_region_backward(mt_context *ctx, mt_comm *comm, mt_tensor dy) {
     MT_TRY(mti_check_view(ctx, comm, "reduce_from_tensor_region_backward", "dy", dy));
-    return MTI_HOOK(
-        ctx, region(ctx, comm, "mt_reduce_from_tensor_region_backward", 'R', 'R', "dy", dy, mt_tensor_rows(dy, 0, 0)));
+    return MTI_HOOK(ctx, region(ctx, comm, "mt_reduce_from_tensor_region_backward", 'R', 'R', 1, "dy", dy,
+                                mt_tensor_rows(dy, 0, 0)));
 }
 
 MT_API mt_status mt_scatter_to_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
     MT_TRY(mti_check_views(ctx, comm, "scatter_to_tensor_region", x, y, 1, 0));
-    MTI_REGION(ctx, comm, "mt_scatter_to_tensor_region", 'R', 'c', "x", x, y,
+    MTI_REGION(ctx, comm, "mt_scatter_to_tensor_region", 'R', 'c', 0, "x", x, y,
                mti_copy_columns(ctx, mti_dense(y), mt_tensor_cols(mti_dense(x), y.cols * comm->rank, y.cols)));
 }
 
@@ -140,7 +141,7 @@ static mt_status mti_gather_from_tensor_region(mt_context *ctx, mt_comm *comm, m
 
 MT_API mt_status mt_gather_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
     MT_TRY(mti_check_views(ctx, comm, "gather_from_tensor_region", x, y, 0, 0));
-    MTI_REGION(ctx, comm, "mt_gather_from_tensor_region", 'c', 'R', "x", x, y,
+    MTI_REGION(ctx, comm, "mt_gather_from_tensor_region", 'c', 'R', 0, "x", x, y,
                mti_gather_from_tensor_region(ctx, comm, x, y));
 }
 
@@ -148,19 +149,19 @@ MT_API mt_status mt_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, m
     mt_tensor mine;
     MT_TRY(mti_check_views(ctx, comm, "scatter_to_sequence_region", x, y, 1, 1));
     mine = mt_tensor_rows(mti_dense(x), y.rows * comm->rank, y.rows);
-    MTI_REGION(ctx, comm, "mt_scatter_to_sequence_region", 'R', 'r', "x", x, y,
+    MTI_REGION(ctx, comm, "mt_scatter_to_sequence_region", 'R', 'r', 0, "x", x, y,
                mti_bytes_copy(ctx, y.data, mine.data, mti_elements(y) * mt_dtype_size(y.dtype)));
 }
 
 MT_API mt_status mt_gather_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
     MT_TRY(mti_check_views(ctx, comm, "gather_from_sequence_region", x, y, 0, 1));
-    MTI_REGION(ctx, comm, "mt_gather_from_sequence_region", 'r', 'R', "x", x, y,
+    MTI_REGION(ctx, comm, "mt_gather_from_sequence_region", 'r', 'R', 0, "x", x, y,
                mt_all_gather(ctx, comm, x.data, y.data, mti_elements(x), x.dtype));
 }
 
 MT_API mt_status mt_reduce_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
     MT_TRY(mti_check_views(ctx, comm, "reduce_scatter_to_sequence_region", x, y, 1, 1));
-    MTI_REGION(ctx, comm, "mt_reduce_scatter_to_sequence_region", 'P', 'r', "x", x, y,
+    MTI_REGION(ctx, comm, "mt_reduce_scatter_to_sequence_region", 'P', 'r', 0, "x", x, y,
                mt_reduce_scatter(ctx, comm, x.data, y.data, mti_elements(y), x.dtype, MT_SUM));
 }
 
@@ -212,7 +213,7 @@ MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *com
     MT_TRY(mti_check_view(ctx, comm, "reduce_rows_from_tensor_region", "y", y));
     MT_TRY(mti_check_rows(ctx, comm, "reduce_rows_from_tensor_region", y, first, rows));
     call = mti_rows_call(MT_ALL_REDUCE, y, y, y, first, rows);
-    MTI_REGION(ctx, comm, "mt_reduce_rows_from_tensor_region", 'P', 'R', "y", mt_tensor_rows(y, first, rows),
+    MTI_REGION(ctx, comm, "mt_reduce_rows_from_tensor_region", 'P', 'R', 0, "y", mt_tensor_rows(y, first, rows),
                mt_tensor_rows(y, first, rows), MT_RANGE("all_reduce", mti_run_collective(ctx, comm, &call)));
 }
 

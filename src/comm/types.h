@@ -244,7 +244,7 @@ typedef struct mti_transport {
    collective    a collective begins; its arguments are valid
    p2p           the same for a send, a receive or both
    region        an f, g, scatter or gather begins. It makes y of x; `is` and `becomes` are their placements, R, r, c or
-                 P as in mt_rule. y is empty where nothing is written
+                 P as in mt_rule. y is empty where nothing is written. is_gradient: 1 if x is a gradient for certain
    rows          the same for some rows of each block, in the calls in chunks of sequence parallelism
    passed        the call `name`, a collective or region without "mt_", has passed the checks of this rank. Every rank
                  calls this hook here, so it may communicate
@@ -256,7 +256,7 @@ typedef struct mti_hooks {
     void (*reused)(mt_context *ctx, const void *data, size_t bytes);
     mt_status (*collective)(mt_context *ctx, const mt_comm *comm, const mti_call *call);
     mt_status (*p2p)(mt_context *ctx, const mti_call *call);
-    mt_status (*region)(mt_context *ctx, const mt_comm *comm, const char *where, char is, char becomes,
+    mt_status (*region)(mt_context *ctx, const mt_comm *comm, const char *where, char is, char becomes, int is_gradient,
                         const char *x_name, mt_tensor x, mt_tensor y);
     mt_status (*rows)(mt_context *ctx, const mt_comm *comm, int gathers, const char *where, mt_tensor x, mt_tensor y,
                       int64_t first, int64_t rows);

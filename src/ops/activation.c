@@ -290,11 +290,11 @@ static const mti_table mti_activation_forward_table = {"mt_activation_forward", 
     {"bias", "1A", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL}}};
 
 static const mti_table mti_activation_backward_table = {"mt_activation_backward",
-    {"dy h dh dbias", "RRRR rrrP cccc PRPP", NULL}, {
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dy h dh(h) dbias", "RRRR rrrP cccc PRPP", NULL}, {
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
     {"h", "nA", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dh", "nA", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "dy"},
-    {"dbias", "1A", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, NULL}}};
+    {"dh", "nA", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, "dy"},
+    {"dbias", "1A", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_SUM | MT_ARG_OPTIONAL, NULL}}};
 /* clang-format on */
 
 MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias, mt_tensor y) {

@@ -137,7 +137,7 @@ static void mti_cpu_adamw(mt_context *ctx, const mt_adamw *hyper, mt_tensor para
 static const mti_table mti_adamw_step_table = {"mt_adamw_step", {"param master grad m v", "RRRRR rrrrr ccccc", NULL}, {
     {"param", "nm", MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS, NULL},
     {"master", "nm", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL, NULL},
-    {"grad", "nm", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"grad", "nm", MT_ARG_F32, MT_ARG_IN | MT_ARG_GRADIENT, NULL},
     {"m", "nm", MT_ARG_F32, MT_ARG_IN_OUT, NULL},
     {"v", "nm", MT_ARG_F32, MT_ARG_IN_OUT, NULL}}};
 /* clang-format on */

@@ -45,7 +45,7 @@ static mt_arg mti_dbias_arg(mt_attention_desc *s) {
     arg.name = "dbias";
     arg.view = &s->dbias;
     arg.type = MT_ARG_F32;
-    arg.use = MT_ARG_IN_OUT | MT_ARG_OPTIONAL;
+    arg.use = MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_OPTIONAL;
     if (s->bias_heads == 1) arg.use |= MT_ARG_SUM; /* over the heads of this call */
     return arg;
 }
@@ -162,14 +162,14 @@ static const mti_table mti_attention_forward_table = {"mt_attention_forward",
     {"bias", "EF", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL}}};
 
 static const mti_table mti_attention_backward_table = {"mt_attention_backward",
-    {"qkv lse out dout dqkv bias dbias", "RRRRRRR crcccRP crcccrr RRRPPRP", "rcrrrRP rcrrrrr"}, {
+    {"qkv lse out dout dqkv(qkv) bias dbias(bias)", "RRRRRRR crcccRP crcccrr RRRPPRP", "rcrrrRP rcrrrrr"}, {
     {"qkv", "AB", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
     {"bias", "EF", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
     {"lse", "DA", MT_ARG_F32, MT_ARG_IN, NULL},
     {"out", "AC", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dout", "AC", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, "out"},
-    {"dqkv", "AB", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"},
-    {"dbias", "EF", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL, "*"}}};
+    {"dout", "AC", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, "out"},
+    {"dqkv", "AB", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, "*"},
+    {"dbias", "EF", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_OPTIONAL, "*"}}};
 
 /* The rules of these two depend on the desc: mti_dot_product_rule. */
 static const mti_table mti_dot_product_attention_forward_table = {"mt_dot_product_attention_forward",
@@ -189,11 +189,11 @@ static const mti_table mti_dot_product_attention_backward_table = {"mt_dot_produ
     {"bias", "EF", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
     {"lse", "DA", MT_ARG_F32, MT_ARG_IN, NULL},
     {"out", "AC", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dout", "AC", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dq", "AC", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"},
-    {"dk", "GH", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"},
-    {"dv", "GH", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"},
-    {"dbias", "EF", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL, "*"}}};
+    {"dout", "AC", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"dq", "AC", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, "*"},
+    {"dk", "GH", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, "*"},
+    {"dv", "GH", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, "*"},
+    {"dbias", "EF", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_OPTIONAL, "*"}}};
 /* clang-format on */
 
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
@@ -247,7 +247,7 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
 #define MTI_DOT_PRODUCT_RULES(forward, backward)                                                                       \
     {                                                                                                                  \
         {"q k v out lse bias", forward, "rrrrcR rrrrcr"}, {                                                            \
-            "q k v lse out dout dq dk dv bias dbias", backward, "rrrcrrrrrRP rrrcrrrrrrr"                              \
+            "q k v lse out dout dq(q) dk(k) dv(v) bias dbias(bias)", backward, "rrrcrrrrrRP rrrcrrrrrrr"               \
         }                                                                                                              \
     }
 static const mt_rule mti_dot_product_rules[2][3][2] = {

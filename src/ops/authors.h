@@ -10,24 +10,8 @@
 /* The types that a view may have: any type, one of the float types (MT_F32, MT_BF16, MT_F16), or MT_F32 only. */
 enum { MT_ARG_ANY = 0, MT_ARG_FLOAT = 1, MT_ARG_F32 = 2 };
 
-/* What an operator does with a view: it reads it, writes it, or both. Add MT_ARG_OPTIONAL with | if the view may be
-   mt_none(). */
-enum {
-    MT_ARG_IN = 1,
-    MT_ARG_OUT = 2,
-    MT_ARG_IN_OUT = 3,
-    MT_ARG_GRADIENT = 67, /* both: it replaces the view by its gradient, as mt_cross_entropy_backward does to logits */
-    MT_ARG_OPTIONAL = 4,
-    /* Add these with |, see mt_set_sum_check. MT_ARG_SUM: the operator adds a sum over rows to the view, as
-       mt_bias_backward does to dbias. MT_ARG_PRODUCT: the view is the result of a product, such as c of mt_gemm. With
-       both, it is a product that sums over the rows of its operands, such as dweight of mt_linear_gradients.
-       MT_ARG_MOVED: the operator writes elements of the view, or sums or multiples of them, as mt_add does. */
-    MT_ARG_SUM = 16,
-    MT_ARG_PRODUCT = 32,
-    MT_ARG_MOVED = 128
-};
-
-/* Describes what an operator requires of one view. An array of mt_arg describes all views of the operator:
+/* Describes what an operator requires of one view. MT_ARG_IN and so on are above mt_operand, in mt_comm.h. An array of
+   mt_arg describes all views of the operator:
        mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
                         {"bias", &bias, 1, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL}};
        MT_TRY(mt_args_check(ctx, "my_bias_forward", args, 2)); */

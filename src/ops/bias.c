@@ -40,8 +40,8 @@ static const mti_table mti_bias_forward_table = {"mt_bias_forward", {"y bias", "
     {"bias", "1m", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
 
 static const mti_table mti_bias_backward_table = {"mt_bias_backward", {"dy dbias", "RR rP cc PP", NULL}, {
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM, "dy"}}};
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_SUM, "dy"}}};
 /* clang-format on */
 
 MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {

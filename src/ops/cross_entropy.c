@@ -247,20 +247,20 @@ static const mti_table mti_cross_entropy_combine_table = {"mt_cross_entropy_comb
     {"gathered loss lse", "RRR rcc", NULL}, {
     {"loss", "1n", MT_ARG_F32, MT_ARG_OUT, NULL},
     {"lse", "2n", MT_ARG_F32, MT_ARG_OUT, NULL},
-    {"gathered", "A4", MT_ARG_F32, MT_ARG_IN, NULL}}};
+    {"gathered", "A4", MT_ARG_F32, MT_ARG_IN | MT_ARG_GATHERED, NULL}}};
 
 /* dloss may have one column for all rows: A. */
 static const mti_table mti_cross_entropy_backward_table = {"mt_cross_entropy_backward",
-    {"logits lse dloss", "RRR cRR rcR rcc", NULL}, {
-    {"logits", "nm", MT_ARG_FLOAT, MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"logits(logits) lse dloss", "RRR cRR rcR rcc", NULL}, {
+    {"logits", "nm", MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS, NULL},
     {"lse", "2n", MT_ARG_F32, MT_ARG_IN, NULL},
-    {"dloss", "1A", MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL, NULL}}};
+    {"dloss", "1A", MT_ARG_F32, MT_ARG_IN | MT_ARG_GRADIENT | MT_ARG_OPTIONAL, NULL}}};
 
 static const mti_table mti_cross_entropy_forward_backward_table = {"mt_cross_entropy_forward_backward",
-    {"logits loss dloss", "RRR rcR rcc", NULL}, {
-    {"logits", "nm", MT_ARG_FLOAT, MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"logits(logits) loss dloss", "RRR rcR rcc", NULL}, {
+    {"logits", "nm", MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS, NULL},
     {"loss", "1n", MT_ARG_F32, MT_ARG_OUT, NULL},
-    {"dloss", "1A", MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL, NULL}}};
+    {"dloss", "1A", MT_ARG_F32, MT_ARG_IN | MT_ARG_GRADIENT | MT_ARG_OPTIONAL, NULL}}};
 /* clang-format on */
 
 MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,

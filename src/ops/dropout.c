@@ -160,9 +160,9 @@ static const mti_table mti_bias_dropout_add_forward_table = {"mt_bias_dropout_ad
 
 static const mti_table mti_bias_dropout_add_backward_table = {"mt_bias_dropout_add_backward",
     {"dy dx dbias", "RRR rrP ccc PPP", NULL}, {
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
-    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, NULL}}};
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_SUM | MT_ARG_OPTIONAL, NULL}}};
 /* clang-format on */
 
 MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_tensor bias, mt_tensor residual,

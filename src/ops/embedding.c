@@ -86,8 +86,8 @@ static const mti_table mti_embedding_forward_table = {"mt_embedding_forward",
 
 static const mti_table mti_embedding_backward_table = {"mt_embedding_backward",
     {"ids dy dtable", "RRR RRr rrP Rcc RPP", NULL}, {
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dtable", "vk", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM, "dy"},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"dtable", "vk", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_SUM, "dy"},
     {"ids", "n1", MT_ARG_ANY, MT_ARG_IN | MTI_UNSEEN, NULL}}};
 /* clang-format on */
 

@@ -67,19 +67,19 @@ static const mti_table mti_linear_activation_forward_table = {"mt_linear_activat
     {"bias", "1A", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL, NULL}}};
 
 static const mti_table mti_linear_activation_backward_table = {"mt_linear_activation_backward",
-    {"weight dy h dh dbias", "RRRRR RrrrP cRccc rcRPP RPRPP PRRPP", "rrrrP"}, {
+    {"weight dy h dh(h) dbias", "RRRRR RrrrP cRccc rcRPP RPRPP PRRPP", "rrrrP"}, {
     {"weight", "mk", MT_ARG_FLOAT, MT_ARG_IN, NULL},
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT, NULL},
     {"h", "nA", MT_ARG_FLOAT, MT_ARG_IN, NULL},
-    {"dh", "nA", MT_ARG_FLOAT, MT_ARG_OUT, "dy h weight"},
-    {"dbias", "1A", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, NULL}}};
+    {"dh", "nA", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT, "dy h weight"},
+    {"dbias", "1A", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_SUM | MT_ARG_OPTIONAL, NULL}}};
 
 static const mti_table mti_linear_gradients_table = {"mt_linear_gradients",
     {"dweight dy x dbias", "RRRR rcRc cRcR PrrP PPRP PRPR", "rrrP"}, {
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT, NULL},
     {"x", "nk", MT_ARG_FLOAT, MT_ARG_IN, NULL},
-    {"dweight", "mk", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_PRODUCT | MT_ARG_SUM, "dy x"},
-    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, "dy"}}};
+    {"dweight", "mk", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_PRODUCT | MT_ARG_SUM, "dy x"},
+    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_SUM | MT_ARG_OPTIONAL, "dy"}}};
 /* clang-format on */
 
 MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y) {

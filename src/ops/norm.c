@@ -253,15 +253,15 @@ static const mti_table mti_norm_forward_table = {"mt_norm_forward", {"x gain bia
     {"stats", "n2", MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL, NULL}}};
 
 static const mti_table mti_norm_backward_table = {"mt_norm_backward",
-    {"x gain stats dy dresidual dx dgain dbias", "RRRRRRRR rRrrrrPP RRRPPPPP", NULL}, {
+    {"x gain stats dy dresidual dx(x) dgain(gain) dbias", "RRRRRRRR rRrrrrPP RRRPPPPP", NULL}, {
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
     {"gain", "1m", MT_ARG_FLOAT, MT_ARG_IN, NULL},
-    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, "x dy dx"},
+    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_SUM | MT_ARG_OPTIONAL, "x dy dx"},
     {"stats", "n2", MT_ARG_F32, MT_ARG_IN, NULL},
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dresidual", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "x"},
-    {"dgain", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM, "x dy dx"}}};
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"dresidual", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, "x"},
+    {"dgain", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_SUM, "x dy dx"}}};
 /* clang-format on */
 
 MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias,

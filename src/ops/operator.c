@@ -136,8 +136,7 @@ static mt_status mti_apply(const mti_operator *op, const mt_rule *rule, int coun
     for (i = 0; i < count; i++) {
         operands[i].name = op->args[i].name;
         operands[i].t = *op->args[i].view;
-        operands[i].use = op->args[i].use & MT_ARG_IN_OUT;
-        if ((op->args[i].use & MT_ARG_GRADIENT) == MT_ARG_GRADIENT) operands[i].use = 7;
+        operands[i].use = op->args[i].use & ~(MTI_AS_IS | MTI_UNSEEN);
     }
     return mt_rule_check(op->ctx, op->name, rule, operands, count);
 }

@@ -218,19 +218,19 @@ static const mti_table mti_sigmoid_forward_table = {"mt_sigmoid_forward", {"x y"
     {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
 
-static const mti_table mti_sigmoid_backward_table = {"mt_sigmoid_backward", {"x dy dx", "RRR rrr ccc RPP", NULL}, {
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+static const mti_table mti_sigmoid_backward_table = {"mt_sigmoid_backward", {"x dy dx(x)", "RRR rrr ccc RPP", NULL}, {
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL}}};
 
 static const mti_table mti_silu_forward_table = {"mt_silu_forward", {"x y", "RR rr cc", NULL}, {
     {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
 
-static const mti_table mti_silu_backward_table = {"mt_silu_backward", {"x dy dx", "RRR rrr ccc RPP", NULL}, {
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+static const mti_table mti_silu_backward_table = {"mt_silu_backward", {"x dy dx(x)", "RRR rrr ccc RPP", NULL}, {
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL}}};
 
 static const mti_table mti_sigmoid_gate_forward_table = {"mt_sigmoid_gate_forward",
     {"gate x y", "RRR rrr ccc RPP", NULL}, {
@@ -239,43 +239,43 @@ static const mti_table mti_sigmoid_gate_forward_table = {"mt_sigmoid_gate_forwar
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
 
 /* The rules of two backward operators, which have a second table for calls without the last operand. */
-#define MTI_MULTIPLY_ROW_RULE {"dy x row dx drow", "RRRRR rrRrP ccccc PRRPP RPRRP", NULL}
-#define MTI_MULTIPLY_COL_RULE {"dy x col dx dcol", "RRRRR rrrrr ccRcP PRRPP RPRRP", NULL}
+#define MTI_MULTIPLY_ROW_RULE {"dy x row dx(x) drow(row)", "RRRRR rrRrP ccccc PRRPP RPRRP", NULL}
+#define MTI_MULTIPLY_COL_RULE {"dy x col dx(x) dcol(col)", "RRRRR rrrrr ccRcP PRRPP RPRRP", NULL}
 
 static const mti_table mti_multiply_row_backward_table = {"mt_multiply_row_backward", MTI_MULTIPLY_ROW_RULE, {
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
     {"row", "1m", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
-    {"drow", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, "*"}}};
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
+    {"drow", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_SUM | MT_ARG_OPTIONAL, "*"}}};
 
 /* The same without drow. */
 static const mti_table mti_multiply_row_alone_table = {"mt_multiply_row_backward", MTI_MULTIPLY_ROW_RULE, {
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MT_ARG_MOVED | MTI_AS_IS, NULL},
     {"row", "1m", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
 
 /* dcol is first, because it is also written if x has no columns. */
 static const mti_table mti_multiply_col_backward_table = {"mt_multiply_col_backward", MTI_MULTIPLY_COL_RULE, {
-    {"dcol", "n1", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS, "dy x col dx"},
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dcol", "n1", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MT_ARG_OPTIONAL | MTI_AS_IS, "dy x col dx"},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
     {"col", "n1", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS, NULL}}};
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MT_ARG_OPTIONAL | MTI_AS_IS, NULL}}};
 
 /* The same without dcol. */
 static const mti_table mti_multiply_col_alone_table = {"mt_multiply_col_backward", MTI_MULTIPLY_COL_RULE, {
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MT_ARG_MOVED | MTI_AS_IS, NULL},
     {"col", "n1", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
 
 static const mti_table mti_sigmoid_gate_backward_table = {"mt_sigmoid_gate_backward",
-    {"dy gate x dgate dx", "RRRRR rrrrr ccccc PRRPP RRPPR", NULL}, {
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dy gate x dgate(gate) dx(x)", "RRRRR rrrrr ccccc PRRPP RRPPR", NULL}, {
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
     {"gate", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dgate", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "dx"},
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL}}};
+    {"dgate", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, "dx"},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, NULL}}};
 /* clang-format on */
 
 /* y = kind(a, b); b is mt_none() if the kind has no b. */

@@ -92,7 +92,7 @@ static const mti_table mti_rotary_forward_table = {"mt_rotary_forward", {"qkv ta
     {"table", "CD", MT_ARG_FLOAT, MT_ARG_IN, NULL}}};
 
 static const mti_table mti_rotary_backward_table = {"mt_rotary_backward", {"dqkv table", "RR cR PR", "rR"}, {
-    {"dqkv", "AB", MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS, NULL},
+    {"dqkv", "AB", MT_ARG_FLOAT, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
     {"table", "CD", MT_ARG_FLOAT, MT_ARG_IN, NULL}}};
 /* clang-format on */
 

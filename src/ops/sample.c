@@ -353,7 +353,7 @@ static const mti_table mti_sample_candidates_table = {"mt_sample_candidates", {"
     {"logits", "nm", MT_ARG_FLOAT, MT_ARG_IN, NULL}}};
 
 static const mti_table mti_sample_ids_table = {"mt_sample_ids", {"gathered ids", "RR rr", NULL}, {
-    {"gathered", "nm", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"gathered", "nm", MT_ARG_F32, MT_ARG_IN | MT_ARG_GATHERED, NULL},
     {"ids", "A1", MT_ARG_ANY, MT_ARG_OUT | MTI_UNSEEN, NULL}}};
 /* clang-format on */
 

@@ -229,7 +229,7 @@ static mt_status mti_pipeline_complete(mt_context *ctx, const mti_pipeline *p, i
     mt_operand operand;
     operand.name = rules[backward].operands;
     operand.t = backward ? p->dinput : p->output;
-    operand.use = 1;
+    operand.use = MT_ARG_IN | (backward ? MT_ARG_GRADIENT : 0);
     return mt_rule_check(ctx, "mt_pipeline_run", &rules[backward], &operand, 1);
 }
 
