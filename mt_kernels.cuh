@@ -12,7 +12,7 @@
        context's device. Structs, the `host` of mt_upload and mt_download and the `hash` of mt_hash are in host memory.
      - Activations and their gradients, weights, tables, gains, biases and the matrices of a GEMM are MT_F32, MT_BF16 or
        MT_F16. The views of one call may have different types.
-     - These are always MT_F32: statistics (stats, gathered, lse, loss, dloss, the out of mt_sum), gradients of
+     - These are always MT_F32: statistics (stats, gathered, sums, lse, loss, dloss, the out of mt_sum), gradients of
        parameters (dweight, dbias, dgain, dtable, drow), and the master, grad, m and v of AdamW.
      - Scratch memory comes from the context's arena and is given back before the call returns.
      - 16-bit inputs are widened to fp32 when they are read. A 16-bit result is the fp32 result rounded once, to nearest
@@ -620,6 +620,51 @@ MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entro
 MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shard_desc *desc,
                                                    mt_tensor logits, const int32_t *targets, mt_tensor dloss,
                                                    float scale, mt_tensor loss);
+
+/* ---- softmax and log-softmax (src/ops/softmax.h) ----------------------------------------------------------------- */
+
+/* forward, for each row of x:  softmax: y[j] = e^(x[j] - m) / s,  log-softmax: y[j] = (x[j] - m) - log s, where m is
+   the maximum of the row and s = sum of e^(x[j] - m), as PyTorch's softmax(x, dim=-1) and log_softmax(x, dim=-1).
+   backward, from y of forward:  softmax: dx[j] = y[j] (dy[j] - sum of y dy),
+   log-softmax: dx[j] = dy[j] - e^y[j] (sum of dy).
+   All views are [rows, cols]. Their float types may differ. y may be x, and dx may be dy.
+   Special values give what PyTorch gives: a row with a NaN, with +infinity, or with nothing but -infinity has NaN in
+   every column; in other rows -infinity has the softmax 0 and the log-softmax -infinity. Backward computes its formula
+   also for values that are not finite.
+   On a GPU, the exponentials for a 16-bit x, y or dx are approximate: e^d has a relative error of at most 2^-22 (1 +
+   |d|). */
+MT_API mt_status mt_softmax_forward(mt_context *ctx, mt_tensor x, mt_tensor y);
+MT_API mt_status mt_softmax_backward(mt_context *ctx, mt_tensor y, mt_tensor dy, mt_tensor dx);
+MT_API mt_status mt_log_softmax_forward(mt_context *ctx, mt_tensor x, mt_tensor y);
+MT_API mt_status mt_log_softmax_backward(mt_context *ctx, mt_tensor y, mt_tensor dy, mt_tensor dx);
+
+/* The same for rows that are longer than what one call has, such as a vocabulary that is split over ranks. */
+typedef struct mt_softmax_shard_desc {
+    int64_t vocab;     /* columns of a whole row, without padding */
+    int64_t first_col; /* index in the whole row of the shard's first column */
+    int log;           /* 1: log-softmax */
+} mt_softmax_shard_desc;
+
+/* forward: call stats on each shard, gather all stats with mt_all_gather, then call forward on each shard.
+   backward: call sums on each shard, add up the sums of all shards, then call backward on each shard.
+   The views of a shard are [rows, columns of the shard]. Columns whose index in the whole row is `vocab` or more are
+   padding: whatever they hold, they do not count, and y and dx are 0 there, for log-softmax, too.
+   stats:    stats [rows, 2], MT_F32 = for each row the maximum m of the shard's x (-infinity if all columns are
+             padding), and the sum of e^(x - m).
+   forward:  y from x and gathered [shards * rows, 2], MT_F32: the stats of shard 0, 1, ... in this order, for 1 to 1024
+             shards. It joins them in the order of mt_all_reduce. y may be x.
+   sums:     sums [rows, 1], MT_F32 = for each row the sum of the shard's y dy, or with `log` of its dy; y is then not
+             read, and may be mt_none().
+   backward: dx from y, dy and the sums over all shards. dx may be dy.
+   MT_ERR_SHAPE: vocab or first_col is out of range. MT_ERR_ARGUMENT: shards is. */
+MT_API mt_status mt_softmax_shard_stats(mt_context *ctx, const mt_softmax_shard_desc *desc, mt_tensor x,
+                                        mt_tensor stats);
+MT_API mt_status mt_softmax_shard_forward(mt_context *ctx, const mt_softmax_shard_desc *desc, mt_tensor x,
+                                          mt_tensor gathered, int shards, mt_tensor y);
+MT_API mt_status mt_softmax_shard_sums(mt_context *ctx, const mt_softmax_shard_desc *desc, mt_tensor y, mt_tensor dy,
+                                       mt_tensor sums);
+MT_API mt_status mt_softmax_shard_backward(mt_context *ctx, const mt_softmax_shard_desc *desc, mt_tensor y,
+                                           mt_tensor dy, mt_tensor sums, mt_tensor dx);
 
 /* ---- sampling of the next token from a vocabulary shard (src/ops/sample.h) --------------------------------------- */
 
@@ -13227,32 +13272,44 @@ static void mti_cpu_cross_entropy_stats(void *data, int thread, int64_t first, i
     for (i = first; i < last; i++) mti_cross_entropy_stats_row(c, i, mti_row(c->stats, i));
 }
 
-/* Adds the statistics of b to those of a. The sums of exponentials are rescaled to the larger maximum. The maximum is
-   -infinity if both shards have padding only. */
-static void mti_stats_join(float a[4], const float b[4]) {
+/* Adds the `count` statistics of b to those of a: maximum, sum of exponentials, and further sums. The sums of
+   exponentials are rescaled to the larger maximum. The maximum is -infinity if both shards have padding only. */
+static void mti_stats_join(float *a, const float *b, int64_t count) {
     float top = a[0] > b[0] ? a[0] : b[0];
+    int64_t k;
     a[1] = top == -(float)INFINITY ? a[1] + b[1] : a[1] * expf(a[0] - top) + b[1] * expf(b[0] - top);
     a[0] = top;
-    a[2] += b[2];
-    a[3] += b[3];
+    for (k = 2; k < count; k++) a[k] += b[k];
 }
 
-/* out = the joined statistics of shards [first, first + span) of a token. The order is that in which mt_all_reduce adds
-   ranks: ((0+1)+(2+3))+... span is a power of two. */
+/* out = the joined statistics of shards [first, first + span) of a token, 2 or 4 numbers. The order is that in which
+   mt_all_reduce adds ranks: ((0+1)+(2+3))+... span is a power of two. */
 static void mti_stats_tree(mt_tensor gathered, int64_t tokens, int64_t token, int64_t first, int64_t span,
-                           int64_t shards, float out[4]) {
+                           int64_t shards, float *out) {
     float right[4];
     if (span == 1) {
-        memcpy(out, mti_row(gathered, first * tokens + token), 4 * sizeof *out);
+        memcpy(out, mti_row(gathered, first * tokens + token), (size_t)gathered.cols * sizeof *out);
         return;
     }
     mti_stats_tree(gathered, tokens, token, first, span / 2, shards, out);
     if (first + span / 2 >= shards) return;
     mti_stats_tree(gathered, tokens, token, first + span / 2, span / 2, shards, right);
-    mti_stats_join(out, right);
+    mti_stats_join(out, right, gathered.cols);
 }
 
-#define MTI_CE_SHARDS 1024 /* the most that mt_cross_entropy_combine joins */
+/* The span of a tree over all shards. */
+static int64_t mti_stats_span(int64_t shards) {
+    int64_t span = 1;
+    while (span < shards) span *= 2;
+    return span;
+}
+
+#define MTI_CE_SHARDS 1024 /* the most whose statistics are joined */
+
+static mt_status mti_expect_stats_shards(mt_context *ctx, const char *where, int shards) {
+    if (shards >= 1 && shards <= MTI_CE_SHARDS) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shards is %d, must be 1 to %d", where, shards, MTI_CE_SHARDS);
+}
 
 /* Returns the loss of token i, from its joined statistics. With the maximum m and the sum s, the loss is log(s) + (m -
    target), not lse - target, so that the large part of the logits cancels before log(s) is added. */
@@ -13265,11 +13322,10 @@ static float mti_cross_entropy_loss(const mti_cross_entropy *c, int64_t i, const
 static void mti_cpu_cross_entropy_combine(void *data, int thread, int64_t first, int64_t last) {
     const mti_cross_entropy *c = (const mti_cross_entropy *)data;
     float all[4];
-    int64_t i, span = 1;
+    int64_t i;
     (void)thread;
-    while (span < c->shards) span *= 2;
     for (i = first; i < last; i++) {
-        mti_stats_tree(c->stats, c->loss.cols, i, 0, span, c->shards, all);
+        mti_stats_tree(c->stats, c->loss.cols, i, 0, mti_stats_span(c->shards), c->shards, all);
         mti_row(c->lse, 0)[i] = all[0];
         mti_row(c->lse, 1)[i] = logf(all[1]);
         mti_row(c->loss, 0)[i] = mti_cross_entropy_loss(c, i, all, mti_row(c->lse, 1)[i]);
@@ -13470,29 +13526,37 @@ static __device__ __forceinline__ mti_ce_sums<TYPE> mti_ce_part(const mti_ce &c,
     return own;
 }
 
+/* Raises the maximum of each thread to that of its block. Shuffles give the maximum of each warp, and tops [32] holds
+   those of all warps. The barrier separates writing `tops` from reading it. After it, all threads have read their
+   parts of the row. */
+template <int TYPE> static __device__ __forceinline__ void mti_ce_rescale(mti_ce_sums<TYPE> &own, float *tops) {
+    float all = mti_warp_max(own.top);
+    if ((threadIdx.x & 31) == 0) tops[threadIdx.x >> 5] = all;
+    __syncthreads();
+    for (int w = 0; w < (int)blockDim.x / 32; w++) all = fmaxf(all, tops[w]);
+    own.rescale(all);
+}
+
 /* Returns the four statistics of a row to every thread of its block, in one pass over the row, which mti_ce_part also
    copies to `room`, if this is given.
 
    1. Each thread computes the maximum of its part of the row, and the sum of exponentials relative to this maximum.
-   2. Shuffles give the maximum of each warp. `tops` holds the maxima of all warps, and `hit` holds the logit of the
-      target. The barrier separates writing `tops` and `hit` from reading them. It also ensures that the row and
-      the logit of the target are read before the caller overwrites logits with gradients.
-   3. Each thread rescales its sum to the maximum of the row, and mti_block_sums_once adds the sums through `shared`. */
+      `hit` holds the logit of the target.
+   2. Each thread rescales its sum to the maximum of the row. The barrier in mti_ce_rescale also separates writing `hit`
+      from reading it, and ensures that the row and the logit of the target are read before the caller overwrites
+      logits with gradients.
+   3. mti_block_sums_once adds the sums through `shared`. */
 template <int TYPE> static __device__ __forceinline__ float4 mti_ce_row(const mti_ce &c, int64_t row, mti_words *room) {
     MT_SHARED(float, shared, 64);
     MT_SHARED(float, tops, 32);
     MT_SHARED(float, hit, 1);
     int target = (int)c.target_of(row); /* a target is an int32_t */
     mti_ce_sums<TYPE> own = mti_ce_part<TYPE>(c, row, room);
-    float all = mti_warp_max(own.top);
-    if ((threadIdx.x & 31) == 0) tops[threadIdx.x >> 5] = all;
     if (threadIdx.x == 0)
         *hit = target >= 0 ? mti_get<TYPE>(c.logits, row, target) : 0.0f; /* before gradients are written */
-    __syncthreads();
-    for (int w = 0; w < (int)blockDim.x / 32; w++) all = fmaxf(all, tops[w]);
-    own.rescale(all);
+    mti_ce_rescale(own, tops);
     float2 sums = mti_block_sums_once(own.sum, own.plain, shared);
-    return make_float4(all, sums.x, *hit, sums.y);
+    return make_float4(own.top, sums.x, *hit, sums.y);
 }
 
 /* Writes stats. A block owns row first + blockIdx.x; shared memory and barriers are those of mti_ce_row. In bf16 on
@@ -13671,31 +13735,36 @@ static mt_status mti_cuda_cross_entropy(mt_context *ctx, const mt_cross_entropy_
 
 #define MTI_CE_DEPTH 11 /* levels of the tree over MTI_CE_SHARDS shards */
 
-/* Joins the statistics of all shards for token i in the order of mti_stats_tree, and writes loss and lse. The stack
-   holds finished subtrees, like the bits of a binary counter: two subtrees of the same size are joined immediately, and
-   the remaining ones at the end, from the right. */
-static __device__ void mti_ce_combine(const mti_ce &c, int64_t shards, int64_t tokens, int64_t i,
-                                      const mti_view &loss) {
-    float stack[MTI_CE_DEPTH][4], x[4];
+/* x [COUNT] = the joined statistics of all shards for token i, in the order of mti_stats_tree. The stack holds finished
+   subtrees, like the bits of a binary counter: two subtrees of the same size are joined immediately, and the remaining
+   ones at the end, from the right. */
+template <int COUNT>
+static __device__ void mti_stats_joined(const mti_view &stats, int64_t shards, int64_t tokens, int64_t i, float *x) {
+    float stack[MTI_CE_DEPTH][COUNT];
     int depth = 0;
     for (int64_t s = 0; s <= shards; s++) {
         int64_t joins = s;
         if (s < shards)
-            for (int q = 0; q < 4; q++) x[q] = mti_get(c.stats, s * tokens + i, q);
+            for (int q = 0; q < COUNT; q++) x[q] = mti_get(stats, s * tokens + i, q);
         else if (depth > 0)
-            for (int q = 0; q < 4; q++) x[q] = stack[depth - 1][q];
+            for (int q = 0; q < COUNT; q++) x[q] = stack[depth - 1][q];
         if (s == shards) depth--; /* at the end, join the remaining subtrees */
         while (depth > 0 && (s == shards || (joins & 1))) {
             float *l = stack[--depth], top = fmaxf(l[0], x[0]);
             x[1] = top == -INFINITY ? l[1] + x[1] : l[1] * expf(l[0] - top) + x[1] * expf(x[0] - top);
             x[0] = top;
-            x[2] = l[2] + x[2];
-            x[3] = l[3] + x[3];
+            for (int q = 2; q < COUNT; q++) x[q] = l[q] + x[q];
             joins >>= 1;
         }
-        for (int q = 0; q < 4 && s < shards; q++) stack[depth][q] = x[q];
+        for (int q = 0; q < COUNT && s < shards; q++) stack[depth][q] = x[q];
         if (s < shards) depth++;
     }
+}
+
+static __device__ void mti_ce_combine(const mti_ce &c, int64_t shards, int64_t tokens, int64_t i,
+                                      const mti_view &loss) {
+    float x[4];
+    mti_stats_joined<4>(c.stats, shards, tokens, i, x);
     float log_sum = logf(x[1]);
     mti_put(loss, 0, i, c.loss_of(i, x[0], log_sum, x[2], x[3]));
     mti_put(c.lse, 0, i, x[0]);
@@ -13817,8 +13886,7 @@ MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entrop
     mti_operator op;
     mti_operands(&op, ctx, &mti_cross_entropy_combine_table, views, &rows);
     MT_TRY(mti_expect_cross_entropy(ctx, op.name, desc));
-    if (shards < 1 || shards > MTI_CE_SHARDS)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shards is %d, must be 1 to %d", op.name, shards, MTI_CE_SHARDS);
+    MT_TRY(mti_expect_stats_shards(ctx, op.name, shards));
     MT_TRY(mti_check(&op));
     MT_TRY(mti_expect_pointer(ctx, op.name, "targets", targets, loss.cols));
     MT_TRY(mti_begin(&op));
@@ -13875,6 +13943,519 @@ MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cro
     c.scale = scale;
     return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy(ctx, desc, logits, targets, dloss, scale, loss),
                                 mti_cpu_rows(ctx, logits.rows, logits.cols, mti_cpu_cross_entropy, &c)));
+}
+
+/* ---- softmax and log-softmax (src/ops/softmax.c) ----------------------------------------------------------------- */
+
+/* The arguments of a loop. It uses those that its function has. A whole row is the only shard. */
+typedef struct mti_softmax_args {
+    int log;
+    int64_t real;       /* columns that are not padding */
+    mt_tensor x, stats; /* stats: those of `shards` shards, one after the other */
+    int64_t shards;     /* 0: the statistics or sums are those of the row itself */
+    mt_tensor y, dy, sums, dx;
+} mti_softmax_args;
+
+/* y of row i, from the maximum of the whole row and its sum of exponentials. Padding columns become 0. */
+static void mti_softmax_row(const mti_softmax_args *s, int64_t i, float top, float sum) {
+    float room[2][MTI_BLOCK], least = mti_unknown(-88.0f), log_sum = logf(sum), part = 1.0f / sum;
+    int64_t j, k, n;
+    for (j = 0; j < s->y.cols; j += n) {
+        int64_t count = mt_max(0, mt_min(MTI_BLOCK, s->real - j));
+        n = mt_min(MTI_BLOCK, s->y.cols - j);
+        mt_tensor block = mti_f32_place(s->y, i, 1, j, n, room[1]);
+        const float *x = mti_row(mti_f32_read(s->x, i, 1, j, n, room[0]), 0);
+        float *y = mti_row(block, 0);
+        if (s->log) {
+            MT_INDEPENDENT
+            for (k = 0; k < count; k++) y[k] = (x[k] - top) - log_sum;
+        } else {
+            MT_INDEPENDENT
+            for (k = 0; k < count; k++) y[k] = mti_exp_to_88(x[k] - top, least) * part;
+        }
+        mti_row_fill(y + count, 0.0f, n - count);
+        mti_f32_write(block, s->y, i, j);
+    }
+}
+
+static void mti_cpu_softmax_forward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_softmax_args *s = (const mti_softmax_args *)data;
+    float stats[4];
+    int64_t i;
+    (void)thread;
+    for (i = first; i < last; i++) {
+        if (s->shards == 0) mti_row_softmax_stats(s->x, i, s->real, stats);
+        else mti_stats_tree(s->stats, s->y.rows, i, 0, mti_stats_span(s->shards), s->shards, stats);
+        mti_softmax_row(s, i, stats[0], stats[1]);
+    }
+}
+
+static void mti_cpu_softmax_stats(void *data, int thread, int64_t first, int64_t last) {
+    const mti_softmax_args *s = (const mti_softmax_args *)data;
+    float stats[4];
+    int64_t i;
+    (void)thread;
+    for (i = first; i < last; i++) {
+        mti_row_softmax_stats(s->x, i, s->real, stats);
+        memcpy(mti_row(s->stats, i), stats, 2 * sizeof *stats);
+    }
+}
+
+/* Returns the sum of y dy, or of dy, over row i without its padding. */
+static float mti_softmax_sum(const mti_softmax_args *s, int64_t i) {
+    float room[2][MTI_BLOCK];
+    double sum = 0.0;
+    int64_t j, n;
+    for (j = 0; j < s->real; j += n) {
+        n = mt_min(MTI_BLOCK, s->real - j);
+        const float *dy = mti_row(mti_f32_read(s->dy, i, 1, j, n, room[0]), 0);
+        if (s->log) sum += (double)mti_row_sum(dy, n);
+        else sum += (double)mti_row_dot(mti_row(mti_f32_read(s->y, i, 1, j, n, room[1]), 0), dy, n);
+    }
+    return (float)sum;
+}
+
+static void mti_cpu_softmax_sums(void *data, int thread, int64_t first, int64_t last) {
+    const mti_softmax_args *s = (const mti_softmax_args *)data;
+    int64_t i;
+    (void)thread;
+    for (i = first; i < last; i++) mti_row(s->sums, i)[0] = mti_softmax_sum(s, i);
+}
+
+/* dx of row i, from the sum over the whole row. Padding columns become 0. */
+static void mti_softmax_gradient(const mti_softmax_args *s, int64_t i, float sum) {
+    float room[3][MTI_BLOCK];
+    int64_t j, k, n;
+    for (j = 0; j < s->dx.cols; j += n) {
+        int64_t count = mt_max(0, mt_min(MTI_BLOCK, s->real - j));
+        n = mt_min(MTI_BLOCK, s->dx.cols - j);
+        mt_tensor block = mti_f32_place(s->dx, i, 1, j, n, room[2]);
+        const float *y = mti_row(mti_f32_read(s->y, i, 1, j, n, room[0]), 0);
+        const float *dy = mti_row(mti_f32_read(s->dy, i, 1, j, n, room[1]), 0);
+        float *dx = mti_row(block, 0);
+        if (s->log) {
+            MT_INDEPENDENT
+            for (k = 0; k < count; k++) dx[k] = dy[k] - mti_exp(y[k]) * sum;
+        } else {
+            MT_INDEPENDENT
+            for (k = 0; k < count; k++) dx[k] = y[k] * (dy[k] - sum);
+        }
+        mti_row_fill(dx + count, 0.0f, n - count);
+        mti_f32_write(block, s->dx, i, j);
+    }
+}
+
+static void mti_cpu_softmax_backward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_softmax_args *s = (const mti_softmax_args *)data;
+    int64_t i;
+    (void)thread;
+    for (i = first; i < last; i++)
+        mti_softmax_gradient(s, i, s->shards == 0 ? mti_softmax_sum(s, i) : mti_row(s->sums, i)[0]);
+}
+
+/* ---- softmax and log-softmax, on a GPU (src/ops/softmax.cuh) ----------------------------------------------------- */
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+/* The arguments of the softmax kernels, beside the rows of x, whose statistics mti_ce_part computes. */
+struct mti_softmax_op {
+    mti_view stats, y, dy, sums, dx;
+    int64_t real, cols; /* real: columns that are not padding */
+    int64_t shards, rows;
+    int log;
+};
+
+/* From the maximum of a row and its sum of exponentials: y of an element. */
+struct mti_softmax_scales {
+    float top, log_sum, part;
+    int log, fast;
+    __device__ __forceinline__ float of(float x) const {
+        return log ? (x - top) - log_sum : mti_cuda_exp(fast, x - top) * part;
+    }
+};
+
+static __device__ __forceinline__ mti_softmax_scales mti_softmax_scales_of(const mti_softmax_op &s, float top,
+                                                                           float sum) {
+    mti_softmax_scales f = {top, logf(sum), 1.0f / sum, s.log, s.y.dtype != MT_F32};
+    return f;
+}
+
+/* Returns the maximum and the sum of exponentials of a row to every thread of its block. */
+template <int TYPE> static __device__ __forceinline__ float2 mti_softmax_row_stats(const mti_ce &c, int64_t row) {
+    MT_SHARED(float, shared, 32);
+    MT_SHARED(float, tops, 32);
+    mti_ce_sums<TYPE> own = mti_ce_part<TYPE>(c, row, NULL);
+    mti_ce_rescale(own, tops);
+    return make_float2(own.top, mti_row_total(own.sum, shared));
+}
+
+/* The same, from the statistics of all shards. Thread 0 joins them; the barrier is between writing and reading them. */
+static __device__ __forceinline__ float2 mti_softmax_joined(const mti_softmax_op &s, int64_t row) {
+    MT_SHARED(float, all, 2);
+    if (threadIdx.x == 0) mti_stats_joined<2>(s.stats, s.shards, s.rows, row, all);
+    __syncthreads();
+    return make_float2(all[0], all[1]);
+}
+
+/* y of COUNT chunks: i, i + blockDim.x, and so on. to: the chunks of y; wide: they are aligned to 16 bytes. */
+template <int TYPE, int COUNT>
+static __device__ __forceinline__ void mti_softmax_group(const mti_view &from, const mti_view &to, int wide, int64_t i,
+                                                         int64_t real, const mti_softmax_scales &f) {
+    mti_fetched<TYPE> held[COUNT];
+    int64_t step = blockDim.x;
+    float x[MTI_VECTOR];
+    MT_DEVICE_UNROLL
+    for (int q = 0; q < COUNT; q++) mti_row_fetch(from, 0, i + q * step, real, held[q]);
+    MT_DEVICE_UNROLL
+    for (int q = 0; q < COUNT; q++) {
+        int64_t col = (i + q * step) * MTI_VECTOR;
+        mti_values(held[q], x);
+        for (int j = 0; j < MTI_VECTOR; j++) x[j] = f.of(x[j]);
+        if (wide) mti_store<true>(to, 0, col, MTI_VECTOR, x);
+        else mti_store<false>(to, 0, col, MTI_VECTOR, x);
+    }
+}
+
+/* Writes y of a row. A thread owns every blockDim-th chunk of x (see mti_ce_head), and every blockDim-th element that
+   is in no chunk, to the end of the padding. It reads an element before it writes the same one, so y may be x. */
+template <int TYPE>
+static __device__ __forceinline__ void mti_softmax_write(const mti_ce &c, const mti_softmax_op &s, int64_t row,
+                                                         const mti_softmax_scales &f) {
+    int head = mti_ce_head<TYPE>(c, row);
+    int64_t step = blockDim.x, i = threadIdx.x;
+    mti_view from = c.logits, to = s.y;
+    from.data += (row * from.ld + head) * mti_fetched<TYPE>::size;
+    to.data += (row * to.ld + head) * (to.dtype == MT_F32 ? 4 : 2);
+    int wide = (uintptr_t)to.data % 16 == 0;
+    for (; i + step < c.bulk; i += 2 * step) mti_softmax_group<TYPE, 2>(from, to, wide, i, c.real, f);
+    if (i < c.bulk) mti_softmax_group<TYPE, 1>(from, to, wide, i, c.real, f);
+    for (int64_t edge = threadIdx.x; edge < s.cols - c.bulk * MTI_VECTOR; edge += step) {
+        int64_t col = edge < head ? edge : edge + c.bulk * MTI_VECTOR;
+        mti_put(s.y, row, col, col < c.real ? f.of(mti_get<TYPE>(c.logits, row, col)) : 0.0f);
+    }
+}
+
+/* Writes y. A block owns row first + blockIdx.x. With WHOLE the statistics are those of the row itself, which is then
+   read a second time, from a cache: the barriers in mti_softmax_row_stats are behind the first reading, so y may be x.
+   Otherwise they are joined from those of all shards. */
+template <int TYPE, bool WHOLE>
+static __global__ void __launch_bounds__(MTI_CE_THREADS, 2)
+    mti_softmax_kernel(int64_t first, mti_ce c, mti_softmax_op s) {
+    int64_t row = first + blockIdx.x;
+    float2 stats = WHOLE ? mti_softmax_row_stats<TYPE>(c, row) : mti_softmax_joined(s, row);
+    mti_softmax_write<TYPE>(c, s, row, mti_softmax_scales_of(s, stats.x, stats.y));
+}
+
+/* Writes the statistics of a shard. A block owns row first + blockIdx.x. */
+template <int TYPE>
+static __global__ void __launch_bounds__(MTI_CE_THREADS, 2)
+    mti_softmax_stats_kernel(int64_t first, mti_ce c, mti_softmax_op s) {
+    int64_t row = first + blockIdx.x;
+    float2 stats = mti_softmax_row_stats<TYPE>(c, row);
+    if (threadIdx.x != 0) return;
+    mti_put(s.stats, row, 0, stats.x);
+    mti_put(s.stats, row, 1, stats.y);
+}
+
+/* Returns to every thread of a block the sum of y dy, or of dy, over a row without its padding. A thread owns every
+   blockDim-th vector, so the bits do not depend on the alignment. */
+template <int TYPE> static __device__ __forceinline__ float mti_softmax_row_sum(const mti_softmax_op &s, int64_t row) {
+    MT_SHARED(float, shared, 32);
+    float sum = 0.0f;
+    for (int64_t i = threadIdx.x; i * MTI_VECTOR < s.real; i += blockDim.x) {
+        mti_fetched<TYPE> a, b = {};
+        float dy[MTI_VECTOR], y[MTI_VECTOR];
+        mti_row_fetch(s.dy, row, i, s.cols, a);
+        if (!s.log) mti_row_fetch(s.y, row, i, s.cols, b);
+        mti_values(a, dy);
+        mti_values(b, y);
+        for (int j = 0; j < MTI_VECTOR; j++) {
+            float next = s.log ? sum + dy[j] : __fmaf_rn(y[j], dy[j], sum);
+            sum = i * MTI_VECTOR + j < s.real ? next : sum;
+        }
+    }
+    return mti_row_total(sum, shared);
+}
+
+/* Writes the sums of a shard. A block owns row first + blockIdx.x. */
+template <int TYPE>
+static __global__ void __launch_bounds__(MTI_ROW_THREADS, 4) mti_softmax_sums_kernel(int64_t first, mti_softmax_op s) {
+    int64_t row = first + blockIdx.x;
+    float sum = mti_softmax_row_sum<TYPE>(s, row);
+    if (threadIdx.x == 0) mti_put(s.sums, row, 0, sum);
+}
+
+/* Writes dx. A block owns row first + blockIdx.x, and a thread every blockDim-th vector of it. With WHOLE the sum is
+   that of the row itself, which is then read a second time, from a cache. A thread reads only the vectors that it
+   writes, so dx may be dy. */
+template <int TYPE, bool WHOLE>
+static __global__ void __launch_bounds__(MTI_ROW_THREADS, 4)
+    mti_softmax_backward_kernel(int64_t first, mti_softmax_op s) {
+    int64_t row = first + blockIdx.x;
+    float sum = WHOLE ? mti_softmax_row_sum<TYPE>(s, row) : mti_get<MT_F32>(s.sums, row, 0);
+    int fast = s.dx.dtype != MT_F32;
+    for (int64_t i = threadIdx.x; i * MTI_VECTOR < s.cols; i += blockDim.x) {
+        mti_fetched<TYPE> a, b;
+        float y[MTI_VECTOR], dy[MTI_VECTOR];
+        mti_row_fetch(s.y, row, i, s.cols, a);
+        mti_row_fetch(s.dy, row, i, s.cols, b);
+        mti_values(a, y);
+        mti_values(b, dy);
+        for (int j = 0; j < MTI_VECTOR; j++) {
+            float g = s.log ? dy[j] - mti_cuda_exp(fast, y[j]) * sum : y[j] * (dy[j] - sum);
+            dy[j] = i * MTI_VECTOR + j < s.real ? g : 0.0f;
+        }
+        mti_row_store<TYPE>(s.dx, row, i, s.cols, dy);
+    }
+}
+
+static mti_softmax_op mti_softmax_op_of(const mti_softmax_args *s, mt_tensor t) {
+    mti_softmax_op op = {mti_view_of(s->stats),
+                         mti_view_of(s->y),
+                         mti_view_of(s->dy),
+                         mti_view_of(s->sums),
+                         mti_view_of(s->dx),
+                         s->real,
+                         t.cols,
+                         s->shards,
+                         t.rows,
+                         s->log};
+    return op;
+}
+
+static mti_ce mti_softmax_rows_of(const mti_softmax_args *s) {
+    const mt_cross_entropy_shard_desc whole = {s->real, 0, 0.0f, 0};
+    return mti_ce_of(&whole, s->x, NULL);
+}
+
+static mt_status mti_cuda_softmax_forward(mt_context *ctx, const char *name, const mti_softmax_args *s) {
+    mti_ce c = mti_softmax_rows_of(s);
+    mti_softmax_op op = mti_softmax_op_of(s, s->y);
+    unsigned threads = mti_ce_threads(s->y.cols);
+    MT_TRY(mt_cuda_enter(ctx));
+    return mti_ce_by_type(s->x, [&](auto type) {
+        static const int of = decltype(type)::value;
+        if (s->shards == 0)
+            MTI_LAUNCH_BLOCKS((mti_softmax_kernel<of, true>), s->y.rows, threads, 0, mt_context_stream(ctx), c, op);
+        else MTI_LAUNCH_BLOCKS((mti_softmax_kernel<of, false>), s->y.rows, threads, 0, mt_context_stream(ctx), c, op);
+        return mt_cuda_launched(ctx, name);
+    });
+}
+
+static mt_status mti_cuda_softmax_stats(mt_context *ctx, const char *name, const mti_softmax_args *s) {
+    mti_ce c = mti_softmax_rows_of(s);
+    mti_softmax_op op = mti_softmax_op_of(s, s->x);
+    MT_TRY(mt_cuda_enter(ctx));
+    return mti_ce_by_type(s->x, [&](auto type) {
+        MTI_LAUNCH_BLOCKS(mti_softmax_stats_kernel<decltype(type)::value>, s->x.rows, mti_ce_threads(s->x.cols), 0,
+                          mt_context_stream(ctx), c, op);
+        return mt_cuda_launched(ctx, name);
+    });
+}
+
+static mt_status mti_cuda_softmax_sums(mt_context *ctx, const char *name, const mti_softmax_args *s) {
+    mti_softmax_op op = mti_softmax_op_of(s, s->dy);
+    int type = s->log ? mti_row_type(s->dy.cols, s->dy) : mti_row_type(s->dy.cols, s->dy, s->y);
+    MT_TRY(mt_cuda_enter(ctx));
+    return mti_by_type(type, [&](auto of) {
+        MTI_LAUNCH_BLOCKS(mti_softmax_sums_kernel<decltype(of)::value>, s->dy.rows,
+                          mti_row_threads(mt_max(1, s->dy.cols)), 0, mt_context_stream(ctx), op);
+        return mt_cuda_launched(ctx, name);
+    });
+}
+
+static mt_status mti_cuda_softmax_backward(mt_context *ctx, const char *name, const mti_softmax_args *s) {
+    mti_softmax_op op = mti_softmax_op_of(s, s->dx);
+    unsigned threads = mti_row_threads(s->dx.cols);
+    MT_TRY(mt_cuda_enter(ctx));
+    return mti_by_type(mti_row_type(s->dx.cols, s->dx, s->y, s->dy), [&](auto type) {
+        static const int of = decltype(type)::value;
+        if (s->shards == 0)
+            MTI_LAUNCH_BLOCKS((mti_softmax_backward_kernel<of, true>), s->dx.rows, threads, 0, mt_context_stream(ctx),
+                              op);
+        else
+            MTI_LAUNCH_BLOCKS((mti_softmax_backward_kernel<of, false>), s->dx.rows, threads, 0, mt_context_stream(ctx),
+                              op);
+        return mt_cuda_launched(ctx, name);
+    });
+}
+
+} /* extern "C++" */
+#endif
+
+/* ---- softmax and log-softmax, continued (src/ops/softmax.c) ------------------------------------------------------ */
+
+/* clang-format off */
+static const mti_table mti_softmax_forward_table = {"mt_softmax_forward", {"x y", "RR rr", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "=x"},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_log_softmax_forward_table = {"mt_log_softmax_forward", {"x y", "RR rr", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "=x"},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_softmax_backward_table = {"mt_softmax_backward", {"y dy dx", "RRR rrr RPP", NULL}, {
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "y =dy"},
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_log_softmax_backward_table = {"mt_log_softmax_backward", {"y dy dx", "RRR rrr RPP", NULL}, {
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "y =dy"},
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_softmax_shard_stats_table = {"mt_softmax_shard_stats", {"x stats", "RR rr cc", NULL}, {
+    {"stats", "n2", MT_ARG_F32, MT_ARG_OUT, "x"},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_softmax_shard_forward_table = {"mt_softmax_shard_forward",
+    {"x gathered y", "RRR rrr cRc", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "=x gathered"},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"gathered", "A2", MT_ARG_F32, MT_ARG_IN, NULL}}};
+
+/* y is left out with desc.log. */
+static const mti_table mti_softmax_shard_sums_table = {"mt_softmax_shard_sums",
+    {"y dy sums", "RRR rrr ccP RPP", NULL}, {
+    {"sums", "n1", MT_ARG_F32, MT_ARG_OUT, "y dy"},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_softmax_shard_backward_table = {"mt_softmax_shard_backward",
+    {"y dy sums dx", "RRRR rrrr ccRc RPPP", NULL}, {
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "y =dy sums"},
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"sums", "n1", MT_ARG_F32, MT_ARG_IN, NULL}}};
+/* clang-format on */
+
+static mt_status mti_softmax_whole_forward(mt_context *ctx, const mti_table *table, int log, mt_tensor x, mt_tensor y) {
+    mt_tensor *views[] = {&y, &x};
+    mti_operator op;
+    MT_TRY(mti_accept(&op, ctx, table, views, NULL));
+    MT_TRY(mti_begin(&op));
+    mti_softmax_args s = {log, x.cols, x, mt_none(), 0, y, mt_none(), mt_none(), mt_none()};
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_softmax_forward(ctx, op.name, &s),
+                                mti_cpu_rows(ctx, y.rows, y.cols, mti_cpu_softmax_forward, &s)));
+}
+
+MT_API mt_status mt_softmax_forward(mt_context *ctx, mt_tensor x, mt_tensor y) {
+    return mti_softmax_whole_forward(ctx, &mti_softmax_forward_table, 0, x, y);
+}
+
+MT_API mt_status mt_log_softmax_forward(mt_context *ctx, mt_tensor x, mt_tensor y) {
+    return mti_softmax_whole_forward(ctx, &mti_log_softmax_forward_table, 1, x, y);
+}
+
+static mt_status mti_softmax_whole_backward(mt_context *ctx, const mti_table *table, int log, mt_tensor y, mt_tensor dy,
+                                            mt_tensor dx) {
+    mt_tensor *views[] = {&dx, &y, &dy};
+    mti_operator op;
+    MT_TRY(mti_accept(&op, ctx, table, views, NULL));
+    MT_TRY(mti_begin(&op));
+    mti_softmax_args s = {log, y.cols, mt_none(), mt_none(), 0, y, dy, mt_none(), dx};
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_softmax_backward(ctx, op.name, &s),
+                                mti_cpu_rows(ctx, dx.rows, dx.cols, mti_cpu_softmax_backward, &s)));
+}
+
+MT_API mt_status mt_softmax_backward(mt_context *ctx, mt_tensor y, mt_tensor dy, mt_tensor dx) {
+    return mti_softmax_whole_backward(ctx, &mti_softmax_backward_table, 0, y, dy, dx);
+}
+
+MT_API mt_status mt_log_softmax_backward(mt_context *ctx, mt_tensor y, mt_tensor dy, mt_tensor dx) {
+    return mti_softmax_whole_backward(ctx, &mti_log_softmax_backward_table, 1, y, dy, dx);
+}
+
+static mt_status mti_expect_softmax(mt_context *ctx, const char *where, const mt_softmax_shard_desc *desc) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!desc) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc is NULL", where);
+    MT_TRY(mt_check_size(ctx, where, NULL, "vocab", desc->vocab, 1, INT64_MAX));
+    return mt_check_size(ctx, where, NULL, "first_col", desc->first_col, 0, INT64_MAX);
+}
+
+/* Begins an operator on a shard. t has the columns of the shard: ranks with columns of their own take other parts of
+   the vocabulary. *s gets what the desc says. */
+static mt_status mti_softmax_begin(mti_operator *op, const mt_softmax_shard_desc *desc, const char *name, mt_tensor t,
+                                   mti_softmax_args *s) {
+    mt_place place = {t.rows, t.cols, INT64_MAX,  desc->first_col, t.cols, 1, "part of the vocabulary",
+                      0,      0,      desc->vocab};
+    MT_TRY(mt_place_check(op->ctx, op->name, "desc", name, t, &place));
+    MT_TRY(mti_numbers_agree(op->ctx, op->name, "a number of desc", t, 0, 2, (double)desc->vocab, (double)desc->log));
+    memset(s, 0, sizeof *s);
+    s->log = desc->log;
+    s->real = mt_max(0, mt_min(t.cols, desc->vocab - desc->first_col));
+    s->shards = 1;
+    return mti_begin(op);
+}
+
+MT_API mt_status mt_softmax_shard_stats(mt_context *ctx, const mt_softmax_shard_desc *desc, mt_tensor x,
+                                        mt_tensor stats) {
+    mt_tensor *views[] = {&stats, &x};
+    mti_operator op;
+    mti_softmax_args s;
+    mti_operands(&op, ctx, &mti_softmax_shard_stats_table, views, NULL);
+    MT_TRY(mti_expect_softmax(ctx, op.name, desc));
+    MT_TRY(mti_check(&op));
+    MT_TRY(mti_softmax_begin(&op, desc, "x", x, &s));
+    s.x = x;
+    s.stats = stats;
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_softmax_stats(ctx, op.name, &s),
+                                mti_cpu_rows(ctx, x.rows, x.cols, mti_cpu_softmax_stats, &s)));
+}
+
+MT_API mt_status mt_softmax_shard_forward(mt_context *ctx, const mt_softmax_shard_desc *desc, mt_tensor x,
+                                          mt_tensor gathered, int shards, mt_tensor y) {
+    const int64_t rows = mt_size_mul(shards, y.rows);
+    mt_tensor *views[] = {&y, &x, &gathered};
+    mti_operator op;
+    mti_softmax_args s;
+    mti_operands(&op, ctx, &mti_softmax_shard_forward_table, views, &rows);
+    MT_TRY(mti_expect_softmax(ctx, op.name, desc));
+    MT_TRY(mti_expect_stats_shards(ctx, op.name, shards));
+    MT_TRY(mti_check(&op));
+    MT_TRY(mti_softmax_begin(&op, desc, "x", x, &s));
+    s.x = x;
+    s.stats = gathered;
+    s.shards = shards;
+    s.y = y;
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_softmax_forward(ctx, op.name, &s),
+                                mti_cpu_rows(ctx, y.rows, y.cols, mti_cpu_softmax_forward, &s)));
+}
+
+MT_API mt_status mt_softmax_shard_sums(mt_context *ctx, const mt_softmax_shard_desc *desc, mt_tensor y, mt_tensor dy,
+                                       mt_tensor sums) {
+    mt_tensor *views[] = {&sums, &dy, &y};
+    mti_operator op;
+    mti_softmax_args s;
+    if (desc && desc->log) y = mt_none();
+    mti_operands(&op, ctx, &mti_softmax_shard_sums_table, views, NULL);
+    MT_TRY(mti_expect_softmax(ctx, op.name, desc));
+    if (desc->log) op.args[2].use |= MT_ARG_OPTIONAL;
+    MT_TRY(mti_check(&op));
+    MT_TRY(mti_softmax_begin(&op, desc, "dy", dy, &s));
+    s.y = y;
+    s.dy = dy;
+    s.sums = sums;
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_softmax_sums(ctx, op.name, &s),
+                                mti_cpu_rows(ctx, dy.rows, dy.cols, mti_cpu_softmax_sums, &s)));
+}
+
+MT_API mt_status mt_softmax_shard_backward(mt_context *ctx, const mt_softmax_shard_desc *desc, mt_tensor y,
+                                           mt_tensor dy, mt_tensor sums, mt_tensor dx) {
+    mt_tensor *views[] = {&dx, &y, &dy, &sums};
+    mti_operator op;
+    mti_softmax_args s;
+    mti_operands(&op, ctx, &mti_softmax_shard_backward_table, views, NULL);
+    MT_TRY(mti_expect_softmax(ctx, op.name, desc));
+    MT_TRY(mti_check(&op));
+    MT_TRY(mti_softmax_begin(&op, desc, "y", y, &s));
+    s.y = y;
+    s.dy = dy;
+    s.sums = sums;
+    s.dx = dx;
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_softmax_backward(ctx, op.name, &s),
+                                mti_cpu_rows(ctx, dx.rows, dx.cols, mti_cpu_softmax_backward, &s)));
 }
 
 /* ---- sampling of the next token (src/ops/sample.c) --------------------------------------------------------------- */
@@ -16136,6 +16717,14 @@ static const mti_table *const mti_tables[] = {&mti_fill_table,
                                               &mti_cross_entropy_combine_table,
                                               &mti_cross_entropy_backward_table,
                                               &mti_cross_entropy_forward_backward_table,
+                                              &mti_softmax_forward_table,
+                                              &mti_softmax_backward_table,
+                                              &mti_log_softmax_forward_table,
+                                              &mti_log_softmax_backward_table,
+                                              &mti_softmax_shard_stats_table,
+                                              &mti_softmax_shard_forward_table,
+                                              &mti_softmax_shard_sums_table,
+                                              &mti_softmax_shard_backward_table,
                                               &mti_sample_candidates_table,
                                               &mti_sample_ids_table,
                                               &mti_adamw_step_table,

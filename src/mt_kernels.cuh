@@ -11,7 +11,7 @@
        context's device. Structs, the `host` of mt_upload and mt_download and the `hash` of mt_hash are in host memory.
      - Activations and their gradients, weights, tables, gains, biases and the matrices of a GEMM are MT_F32, MT_BF16 or
        MT_F16. The views of one call may have different types.
-     - These are always MT_F32: statistics (stats, gathered, lse, loss, dloss, the out of mt_sum), gradients of
+     - These are always MT_F32: statistics (stats, gathered, sums, lse, loss, dloss, the out of mt_sum), gradients of
        parameters (dweight, dbias, dgain, dtable, drow), and the master, grad, m and v of AdamW.
      - Scratch memory comes from the context's arena and is given back before the call returns.
      - 16-bit inputs are widened to fp32 when they are read. A 16-bit result is the fp32 result rounded once, to nearest
@@ -76,6 +76,7 @@ extern "C" {
 #include "ops/kv_cache.h"
 #include "ops/embedding.h"
 #include "ops/cross_entropy.h"
+#include "ops/softmax.h"
 #include "ops/sample.h"
 #include "ops/adamw.h"
 #include "ops/loss_scaler.h"
@@ -155,6 +156,7 @@ extern "C" {
 #include "ops/embedding.cuh"
 #include "ops/embedding.c"
 #include "ops/cross_entropy.c"
+#include "ops/softmax.c"
 #include "ops/sample.c"
 #include "ops/adamw.c"
 #include "ops/multi_tensor.c"

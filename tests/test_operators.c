@@ -29,6 +29,7 @@ typedef struct entry {
     const char *left_out; /* optional operands, with spaces around each */
     const char *unread;   /* the same, operands of the table that this variant only writes */
     double tolerance;     /* of f32, relative to 1 or to the value if it is larger */
+    const char *positive; /* as unread, operands whose numbers are above 0; NULL: none */
 } entry;
 
 /* ---- entries ----------------------------------------------------------------------------------------------------- */
@@ -48,11 +49,143 @@ static void define_scale(double *const *x, const int64_t *rows, const int64_t *c
     for (int64_t i = 0; i < rows[0] * cols[0]; i++) x[0][i] = a * x[1][i];
 }
 
+/* Softmax. A shard has the columns FIRST to 2 * FIRST + 25 of a row of VOCAB columns: those behind are padding. */
+enum { FIRST = 7, VOCAB = 40, SHARDS = 2 };
+static const mt_softmax_shard_desc softmax_shard = {VOCAB, FIRST, 0}, log_softmax_shard = {VOCAB, FIRST, 1};
+
+static mt_status run_softmax(mt_context *c, const mt_tensor *v) { return mt_softmax_forward(c, v[1], v[0]); }
+static mt_status run_log_softmax(mt_context *c, const mt_tensor *v) { return mt_log_softmax_forward(c, v[1], v[0]); }
+static mt_status run_softmax_backward(mt_context *c, const mt_tensor *v) {
+    return mt_softmax_backward(c, v[1], v[2], v[0]);
+}
+static mt_status run_log_softmax_backward(mt_context *c, const mt_tensor *v) {
+    return mt_log_softmax_backward(c, v[1], v[2], v[0]);
+}
+static mt_status run_softmax_stats(mt_context *c, const mt_tensor *v) {
+    return mt_softmax_shard_stats(c, &softmax_shard, v[1], v[0]);
+}
+static mt_status run_softmax_shard(mt_context *c, const mt_tensor *v) {
+    return mt_softmax_shard_forward(c, &softmax_shard, v[1], v[2], SHARDS, v[0]);
+}
+static mt_status run_log_softmax_shard(mt_context *c, const mt_tensor *v) {
+    return mt_softmax_shard_forward(c, &log_softmax_shard, v[1], v[2], SHARDS, v[0]);
+}
+static mt_status run_softmax_sums(mt_context *c, const mt_tensor *v) {
+    return mt_softmax_shard_sums(c, &softmax_shard, v[2], v[1], v[0]);
+}
+static mt_status run_log_softmax_sums(mt_context *c, const mt_tensor *v) {
+    return mt_softmax_shard_sums(c, &log_softmax_shard, v[2], v[1], v[0]);
+}
+static mt_status run_softmax_shard_backward(mt_context *c, const mt_tensor *v) {
+    return mt_softmax_shard_backward(c, &softmax_shard, v[1], v[2], v[3], v[0]);
+}
+static mt_status run_log_softmax_shard_backward(mt_context *c, const mt_tensor *v) {
+    return mt_softmax_shard_backward(c, &log_softmax_shard, v[1], v[2], v[3], v[0]);
+}
+
+/* The maximum of n numbers, and the sum of exponentials relative to it. */
+static void define_stats(const double *x, int64_t n, double *top, double *sum) {
+    *top = -INFINITY;
+    *sum = 0.0;
+    for (int64_t j = 0; j < n; j++) *top = fmax(*top, x[j]);
+    for (int64_t j = 0; j < n; j++) *sum += exp(x[j] - *top);
+}
+static double softmax_of(double x, double top, double sum, int log_of_it) {
+    return log_of_it ? x - top - log(sum) : exp(x - top) / sum;
+}
+static void define_rows(double *const *x, const int64_t *rows, const int64_t *cols, int log_of_it) {
+    for (int64_t i = 0; i < rows[0]; i++) {
+        double top, sum;
+        define_stats(x[1] + i * cols[0], cols[0], &top, &sum);
+        for (int64_t j = i * cols[0]; j < (i + 1) * cols[0]; j++) x[0][j] = softmax_of(x[1][j], top, sum, log_of_it);
+    }
+}
+static void define_softmax(double *const *x, const int64_t *rows, const int64_t *cols) {
+    define_rows(x, rows, cols, 0);
+}
+static void define_log_softmax(double *const *x, const int64_t *rows, const int64_t *cols) {
+    define_rows(x, rows, cols, 1);
+}
+
+/* The columns of a shard that are not padding. */
+static int64_t real_of(int64_t cols) { return cols < VOCAB - FIRST ? cols : VOCAB - FIRST; }
+
+/* sums[i] = the sum over row i of y dy, or of dy if y is NULL */
+static double sum_of_row(const double *y, const double *dy, int64_t i, int64_t cols, int64_t real) {
+    double sum = 0.0;
+    for (int64_t j = i * cols; j < i * cols + real; j++) sum += y ? y[j] * dy[j] : dy[j];
+    return sum;
+}
+static double slope_of(double y, double dy, double sum, int log_of_it) {
+    return log_of_it ? dy - exp(y) * sum : y * (dy - sum);
+}
+static void define_gradients(double *const *x, const int64_t *rows, const int64_t *cols, int log_of_it, int shard) {
+    int64_t real = shard ? real_of(cols[0]) : cols[0];
+    for (int64_t i = 0; i < rows[0]; i++) {
+        double sum = shard ? x[3][i] : sum_of_row(log_of_it ? NULL : x[1], x[2], i, cols[0], cols[0]);
+        for (int64_t j = 0; j < cols[0]; j++) {
+            int64_t k = i * cols[0] + j;
+            x[0][k] = j < real ? slope_of(x[1][k], x[2][k], sum, log_of_it) : 0.0;
+        }
+    }
+}
+static void define_softmax_backward(double *const *x, const int64_t *rows, const int64_t *cols) {
+    define_gradients(x, rows, cols, 0, 0);
+}
+static void define_log_softmax_backward(double *const *x, const int64_t *rows, const int64_t *cols) {
+    define_gradients(x, rows, cols, 1, 0);
+}
+static void define_softmax_shard_backward(double *const *x, const int64_t *rows, const int64_t *cols) {
+    define_gradients(x, rows, cols, 0, 1);
+}
+static void define_log_softmax_shard_backward(double *const *x, const int64_t *rows, const int64_t *cols) {
+    define_gradients(x, rows, cols, 1, 1);
+}
+static void define_softmax_stats(double *const *x, const int64_t *rows, const int64_t *cols) {
+    for (int64_t i = 0; i < rows[0]; i++)
+        define_stats(x[1] + i * cols[1], real_of(cols[1]), &x[0][2 * i], &x[0][2 * i + 1]);
+}
+static void define_softmax_sums(double *const *x, const int64_t *rows, const int64_t *cols) {
+    for (int64_t i = 0; i < rows[0]; i++) x[0][i] = sum_of_row(x[2], x[1], i, cols[1], real_of(cols[1]));
+}
+static void define_shards(double *const *x, const int64_t *rows, const int64_t *cols, int log_of_it) {
+    for (int64_t i = 0; i < rows[0]; i++) {
+        const double *a = x[2] + 2 * i, *b = x[2] + 2 * (rows[0] + i);
+        double top = fmax(a[0], b[0]), sum = a[1] * exp(a[0] - top) + b[1] * exp(b[0] - top);
+        for (int64_t j = 0; j < cols[0]; j++) {
+            int64_t k = i * cols[0] + j;
+            x[0][k] = j < real_of(cols[0]) ? softmax_of(x[1][k], top, sum, log_of_it) : 0.0;
+        }
+    }
+}
+static void define_softmax_shard(double *const *x, const int64_t *rows, const int64_t *cols) {
+    define_shards(x, rows, cols, 0);
+}
+static void define_log_softmax_shard(double *const *x, const int64_t *rows, const int64_t *cols) {
+    define_shards(x, rows, cols, 1);
+}
+
 static const entry entries[] = {
-    {&mti_scale_add_table, "host", run_scale_add, define_scale_add, " a_factor b_factor ", "", 1e-6},
-    {&mti_scale_add_table, "device", run_scale_add, define_scale_add, "", "", 1e-6},
-    {&mti_scale_add_table, "one factor", run_scale_add, define_scale_add, " b_factor ", "", 1e-6},
-    {&mti_scale_add_table, "b = 0", run_scale, define_scale, "", " y ", 1e-6},
+    {&mti_scale_add_table, "host", run_scale_add, define_scale_add, " a_factor b_factor ", "", 1e-6, NULL},
+    {&mti_scale_add_table, "device", run_scale_add, define_scale_add, "", "", 1e-6, NULL},
+    {&mti_scale_add_table, "one factor", run_scale_add, define_scale_add, " b_factor ", "", 1e-6, NULL},
+    {&mti_scale_add_table, "b = 0", run_scale, define_scale, "", " y ", 1e-6, NULL},
+    {&mti_softmax_forward_table, "rows", run_softmax, define_softmax, "", " y ", 1e-6, NULL},
+    {&mti_log_softmax_forward_table, "rows", run_log_softmax, define_log_softmax, "", " y ", 1e-6, NULL},
+    {&mti_softmax_backward_table, "rows", run_softmax_backward, define_softmax_backward, "", " dx ", 2e-5, NULL},
+    {&mti_log_softmax_backward_table, "rows", run_log_softmax_backward, define_log_softmax_backward, "", " dx ", 1e-5,
+     NULL},
+    {&mti_softmax_shard_stats_table, "a shard", run_softmax_stats, define_softmax_stats, "", " stats ", 1e-6, NULL},
+    {&mti_softmax_shard_forward_table, "softmax", run_softmax_shard, define_softmax_shard, "", " y ", 2e-6,
+     " gathered "},
+    {&mti_softmax_shard_forward_table, "log", run_log_softmax_shard, define_log_softmax_shard, "", " y ", 1e-6,
+     " gathered "},
+    {&mti_softmax_shard_sums_table, "softmax", run_softmax_sums, define_softmax_sums, "", " sums ", 2e-6, NULL},
+    {&mti_softmax_shard_sums_table, "log", run_log_softmax_sums, define_softmax_sums, " y ", " sums ", 2e-6, NULL},
+    {&mti_softmax_shard_backward_table, "softmax", run_softmax_shard_backward, define_softmax_shard_backward, "",
+     " dx ", 1e-6, NULL},
+    {&mti_softmax_shard_backward_table, "log", run_log_softmax_shard_backward, define_log_softmax_shard_backward, "",
+     " dx ", 1e-6, NULL},
 };
 
 #define ENTRIES (sizeof entries / sizeof *entries)
@@ -82,9 +215,9 @@ static int is_left_out(int i) { return is_in(o.e->left_out, o.e->table->operands
 static int is_output(int i) { return (o.e->table->operands[i].use & MT_ARG_OUT) != 0; }
 static int is_float(int i) { return o.e->table->operands[i].type == MT_ARG_FLOAT; }
 
-/* n and m are the letters of rows and columns; the third letter, if there is one, is k. */
+/* n and m are the letters of rows and columns; the third letter, if there is one, is k. A is the rows of all shards. */
 static int64_t size_of(char letter, int64_t n, int64_t m) {
-    return letter <= '9' ? letter - '0' : letter == 'n' ? n : letter == 'm' ? m : 5;
+    return letter <= '9' ? letter - '0' : letter == 'n' ? n : letter == 'm' ? m : letter == 'A' ? SHARDS * n : 5;
 }
 
 static void free_operands(void) {
@@ -135,6 +268,8 @@ static void make_operands(const entry *e, int64_t n, int64_t m, const mt_dtype *
         if (is_left_out(i)) continue;
         make_view(i, types && is_float(i) ? types[i] : MT_F32, gap);
         for (int64_t k = 0; k < o.rows[i] * o.cols[i]; k++) o.given[i][k] = 2.0f * test_float(&random);
+        for (int64_t k = 0; e->positive && is_in(e->positive, p->name) && k < o.rows[i] * o.cols[i]; k++)
+            o.given[i][k] = fabsf(o.given[i][k]) + 0.125f;
         if (o.rows[i] * o.cols[i] > 0 && !is_in(e->unread, p->name)) put_values(i);
     }
 }
@@ -192,7 +327,7 @@ static void outputs_are_right(double slack) {
 
 static mt_status run_entry(void) { return (o.e->run)(ctx, o.v); }
 
-static const int64_t shapes[][2] = {{1, 1}, {5, 37}, {3, 515}, {61, 8}, {1, 1000}};
+static const int64_t shapes[][2] = {{1, 1}, {5, 37}, {3, 515}, {61, 8}, {1, 1000}, {2, 1500}};
 
 static void test_values(void **state) {
     (void)state;
@@ -360,7 +495,7 @@ static void overlaps(void) {
             mt_tensor other = o.v[k], at = o.v[i];
             if (!kept_apart(o.e->table, i, k) || is_left_out(i) || is_left_out(k)) continue;
             other.data = (float *)at.data + (at.rows - 1) * at.ld;
-            other.ld = other.rows > 1 ? at.ld : other.ld;
+            other.ld = other.rows > 1 ? mt_max(at.ld, other.cols) : other.ld;
             is_refused(k, other, MT_ERR_ARGUMENT, "overlap");
         }
 }
@@ -539,6 +674,221 @@ static void test_moving_average(void **state) {
     free_operands();
 }
 
+/* ---- softmax ----------------------------------------------------------------------------------------------------- */
+
+/* Gives an operand these values in place of the random ones. */
+static void give(int i, const float *values) {
+    memcpy(o.given[i], values, (size_t)(o.rows[i] * o.cols[i]) * sizeof *values);
+    put_values(i);
+}
+
+static const entry *entry_of(mt_status (*run)(mt_context *, const mt_tensor *)) {
+    const entry *e = entries;
+    while (e->run != run) e++;
+    return e;
+}
+
+/* Rows with numbers that are not finite, with the results of PyTorch, in every type: rows without a result, one with a
+   masked column, and one with all columns masked but one. */
+static void test_softmax_of_special_values(void **state) {
+    static const float x[] = {-INFINITY, -INFINITY, -INFINITY, INFINITY, 1, 2, NAN,       1,         2,
+                              1,         2,         NAN,       -1000,    1, 1, -INFINITY, -INFINITY, 7};
+    static const float want[] = {NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, 0, 0.5f, 0.5f, 0, 0, 1};
+    static const float logs[] = {NAN, NAN, NAN, NAN,           NAN,        NAN,        NAN,       NAN,       NAN,
+                                 NAN, NAN, NAN, -1001.693147f, -0.693147f, -0.693147f, -INFINITY, -INFINITY, 0};
+    static const mt_dtype all[] = {MT_F32, MT_BF16, MT_F16};
+    float got[18];
+    (void)state;
+    for (int k = 0; k < 6; k++) {
+        const mt_dtype types[] = {all[k / 2], all[k / 2]};
+        make_operands(entry_of(k % 2 ? run_log_softmax : run_softmax), 6, 3, types, SPARE);
+        give(1, x);
+        ASSERT_STATUS(ctx, MT_SUCCESS, run_entry());
+        get_values(0, got);
+        for (int i = 0; i < 18; i++) {
+            float exact = k % 2 ? logs[i] : want[i], most = (k < 2 ? 1e-6f : 0.004f) * fmaxf(1.0f, fabsf(exact));
+            int right = isnan(exact) ? isnan(got[i]) : got[i] == exact || fabsf(got[i] - exact) <= most;
+            if (!right)
+                fail_msg("%s in %s: element %d is %g, must be %g", o.e->table->name, mt_dtype_name(all[k / 2]), i,
+                         (double)got[i], (double)exact);
+        }
+        free_operands();
+    }
+}
+
+/* Gradients against central differences of the double-precision forward. A masked column has no slope. */
+static void test_softmax_slopes(void **state) {
+    enum { COLS = 37 };
+    static float y[COLS], got[COLS];
+    (void)state;
+    for (int log_of_it = 0; log_of_it < 2; log_of_it++) {
+        double x[COLS], up[COLS], value[2], top, sum;
+        make_operands(entry_of(log_of_it ? run_log_softmax : run_softmax), 1, COLS, NULL, 0);
+        o.given[1][5] = log_of_it ? -40.0f : -INFINITY;
+        give(1, o.given[1]);
+        for (int j = 0; j < COLS; j++) x[j] = (double)o.given[1][j];
+        ASSERT_STATUS(ctx, MT_SUCCESS, run_entry());
+        get_values(0, y);
+        free_operands();
+        make_operands(entry_of(log_of_it ? run_log_softmax_backward : run_softmax_backward), 1, COLS, NULL, 0);
+        give(1, y);
+        for (int j = 0; j < COLS; j++) up[j] = (double)o.given[2][j];
+        ASSERT_STATUS(ctx, MT_SUCCESS, run_entry());
+        get_values(0, got);
+        free_operands();
+        for (int j = 0; j < COLS; j++) {
+            const double at = x[j], step = 1e-5;
+            for (int side = 0; side < 2; side++) {
+                x[j] = side ? at + step : at - step;
+                define_stats(x, COLS, &top, &sum);
+                value[side] = 0.0;
+                for (int k = 0; k < COLS; k++) value[side] += up[k] * softmax_of(x[k], top, sum, log_of_it);
+            }
+            x[j] = at;
+            assert_true(fabs((double)got[j] - (value[1] - value[0]) / (2 * step)) < 1e-5);
+        }
+    }
+}
+
+enum { SPLIT = 5, SHARD_COLS = 11, WHOLE = 40 }; /* the last shard of five has padding only */
+
+/* The softmax of rows in shards, as one tensor with padding, with what each step gives. */
+typedef struct split_rows {
+    mt_tensor x, y, dy, dx, gathered, sums, sum;
+    void *memory;
+    size_t bytes;
+} split_rows;
+
+static void open_split_rows(split_rows *r, int64_t rows) {
+    const int64_t cols = SPLIT * SHARD_COLS;
+    mt_tensor *wide[] = {&r->x, &r->y, &r->dy, &r->dx};
+    float *at;
+    r->bytes = (size_t)(rows * (4 * cols + SPLIT * 3 + 1)) * sizeof(float);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_context_alloc(ctx, r->bytes, &r->memory));
+    at = (float *)r->memory;
+    for (int i = 0; i < 4; i++, at += rows * cols) *wide[i] = mt_tensor_f32(at, rows, cols);
+    r->gathered = mt_tensor_f32(at, SPLIT * rows, 2);
+    r->sums = mt_tensor_f32(at + 2 * SPLIT * rows, SPLIT * rows, 1);
+    r->sum = mt_tensor_f32(at + 3 * SPLIT * rows, rows, 1);
+}
+
+static mt_tensor shard_cols(mt_tensor t, int shard) { return mt_tensor_cols(t, shard * SHARD_COLS, SHARD_COLS); }
+
+/* forward and backward of all shards, whose y and dx are apart or in place */
+static void run_split_rows(split_rows *r, int log_of_it, int in_place) {
+    const int64_t rows = r->x.rows;
+    mt_tensor y = in_place ? r->x : r->y, dx = in_place ? r->dy : r->dx;
+    mt_softmax_shard_desc d = {WHOLE, 0, log_of_it};
+    for (int k = 0; k < SPLIT; k++) {
+        d.first_col = k * SHARD_COLS;
+        ASSERT_STATUS(
+            ctx, MT_SUCCESS,
+            mt_softmax_shard_stats(ctx, &d, shard_cols(r->x, k), mt_tensor_rows(r->gathered, k * rows, rows)));
+    }
+    for (int k = 0; k < SPLIT; k++) {
+        d.first_col = k * SHARD_COLS;
+        ASSERT_STATUS(ctx, MT_SUCCESS,
+                      mt_softmax_shard_forward(ctx, &d, shard_cols(r->x, k), r->gathered, SPLIT, shard_cols(y, k)));
+        ASSERT_STATUS(ctx, MT_SUCCESS,
+                      mt_softmax_shard_sums(ctx, &d, shard_cols(y, k), shard_cols(r->dy, k),
+                                            mt_tensor_rows(r->sums, k * rows, rows)));
+        if (k == 0) ASSERT_STATUS(ctx, MT_SUCCESS, mt_copy(ctx, mt_tensor_rows(r->sums, 0, rows), r->sum));
+        else ASSERT_STATUS(ctx, MT_SUCCESS, mt_add(ctx, r->sum, mt_tensor_rows(r->sums, k * rows, rows), r->sum));
+    }
+    for (int k = 0; k < SPLIT; k++) {
+        d.first_col = k * SHARD_COLS;
+        ASSERT_STATUS(
+            ctx, MT_SUCCESS,
+            mt_softmax_shard_backward(ctx, &d, shard_cols(y, k), shard_cols(r->dy, k), r->sum, shard_cols(dx, k)));
+    }
+    r->y = y;
+    r->dx = dx;
+}
+
+/* Five shards against double precision of whole rows. The padding holds NaN, and its y and dx are 0. */
+static void test_softmax_of_shards(void **state) {
+    enum { ROWS = 3, COLS = SPLIT * SHARD_COLS };
+    static float x[ROWS * COLS], dy[ROWS * COLS], y[ROWS * COLS], dx[ROWS * COLS];
+    (void)state;
+    for (int how = 0; how < 4; how++) {
+        const int log_of_it = how % 2;
+        uint64_t random = 5;
+        split_rows r;
+        open_split_rows(&r, ROWS);
+        for (int k = 0; k < ROWS * COLS; k++) {
+            x[k] = k % COLS < WHOLE ? 20.0f * test_float(&random) : NAN;
+            dy[k] = k % COLS < WHOLE ? test_float(&random) : NAN;
+        }
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_upload(ctx, x, r.x));
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_upload(ctx, dy, r.dy));
+        run_split_rows(&r, log_of_it, how / 2);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_download(ctx, r.y, y));
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_download(ctx, r.dx, dx));
+        for (int i = 0; i < ROWS; i++) {
+            double row[WHOLE], exact[WHOLE], slopes[WHOLE], top, sum, total = 0.0;
+            for (int j = 0; j < WHOLE; j++) row[j] = (double)x[i * COLS + j];
+            define_stats(row, WHOLE, &top, &sum);
+            for (int j = 0; j < WHOLE; j++) exact[j] = softmax_of(row[j], top, sum, log_of_it);
+            for (int j = 0; j < WHOLE; j++) total += (double)dy[i * COLS + j] * (log_of_it ? 1.0 : exact[j]);
+            for (int j = 0; j < WHOLE; j++) slopes[j] = slope_of(exact[j], (double)dy[i * COLS + j], total, log_of_it);
+            for (int j = 0; j < COLS; j++) {
+                const double got = (double)y[i * COLS + j], slope = (double)dx[i * COLS + j];
+                if (j >= WHOLE) assert_true(got == 0.0 && slope == 0.0);
+                if (j >= WHOLE) continue;
+                assert_true(fabs(got - exact[j]) <= 1e-6 * fmax(1.0, fabs(exact[j])));
+                assert_true(fabs(slope - slopes[j]) <= 2e-6);
+            }
+        }
+        mt_context_free(ctx, r.memory, r.bytes);
+    }
+}
+
+/* A whole row is the only shard: both ways have the same bits. */
+static void test_softmax_of_one_shard(void **state) {
+    static float whole[MOST], shard[MOST];
+    static const int64_t cols[] = {37, 1500};
+    (void)state;
+    for (int k = 0; k < 4; k++) {
+        mt_softmax_shard_desc d = {cols[k / 2], 0, k % 2};
+        float stats[4], *there;
+        make_operands(entry_of(k % 2 ? run_log_softmax : run_softmax), 2, d.vocab, NULL, SPARE);
+        ASSERT_STATUS(ctx, MT_SUCCESS, run_entry());
+        get_values(0, whole);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_context_alloc(ctx, sizeof stats, (void **)&there));
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_softmax_shard_stats(ctx, &d, o.v[1], mt_tensor_f32(there, 2, 2)));
+        ASSERT_STATUS(ctx, MT_SUCCESS,
+                      mt_softmax_shard_forward(ctx, &d, o.v[1], mt_tensor_f32(there, 2, 2), 1, o.v[0]));
+        get_values(0, shard);
+        assert_memory_equal(whole, shard, (size_t)(2 * d.vocab) * sizeof(float));
+        mt_context_free(ctx, there, sizeof stats);
+        free_operands();
+    }
+}
+
+static void test_softmax_shard_numbers(void **state) {
+    static const struct {
+        mt_softmax_shard_desc desc;
+        int shards;
+        const char *words;
+    } wrong[] = {{{0, 0, 0}, 2, "vocab is 0"},  {{-1, 0, 0}, 2, "vocab is -1"},  {{8, -1, 0}, 2, "first_col is -1"},
+                 {{8, 0, 0}, 0, "shards is 0"}, {{8, 0, 0}, -1, "shards is -1"}, {{8, 0, 0}, 1025, "shards is 1025"}};
+    (void)state;
+    make_operands(entry_of(run_softmax_shard), 3, 4, NULL, 0);
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        assert_int_equal(mt_softmax_shard_forward(ctx, &wrong[i].desc, o.v[1], o.v[2], wrong[i].shards, o.v[0]),
+                         i < 3 ? MT_ERR_SHAPE : MT_ERR_ARGUMENT);
+        assert_true(test_has_words(mt_last_error(ctx), wrong[i].words));
+    }
+    assert_int_equal(mt_softmax_shard_forward(ctx, NULL, o.v[1], o.v[2], 2, o.v[0]), MT_ERR_ARGUMENT);
+    assert_true(test_has_words(mt_last_error(ctx), "mt_softmax_shard_forward: desc is NULL"));
+    free_operands();
+    make_operands(entry_of(run_softmax_sums), 3, 4, NULL, 0);
+    assert_int_equal(mt_softmax_shard_sums(ctx, NULL, o.v[2], o.v[1], o.v[0]), MT_ERR_ARGUMENT);
+    assert_int_equal(mt_softmax_shard_sums(ctx, &softmax_shard, mt_none(), o.v[1], o.v[0]), MT_ERR_SHAPE);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_softmax_shard_sums(ctx, &log_softmax_shard, mt_none(), o.v[1], o.v[0]));
+    free_operands();
+}
+
 static int open_context(void **state) {
     (void)state;
     ctx = test_context(DEVICE, 1);
@@ -566,6 +916,11 @@ int main(void) {
         cmocka_unit_test(test_rules_by_name),
         cmocka_unit_test(test_scale_add_numbers),
         cmocka_unit_test(test_moving_average),
+        cmocka_unit_test(test_softmax_of_special_values),
+        cmocka_unit_test(test_softmax_slopes),
+        cmocka_unit_test(test_softmax_of_shards),
+        cmocka_unit_test(test_softmax_of_one_shard),
+        cmocka_unit_test(test_softmax_shard_numbers),
     };
     return cmocka_run_group_tests(tests, open_context, close_context);
 }

@@ -265,6 +265,36 @@ static mt_status run_cross_entropy(const call *c) {
     return mt_cross_entropy_forward_backward(c->ctx, &d, T(0), targets_of(c, 0, 1), T(2), 1.5f, T(1));
 }
 
+/* variant: 1: log-softmax */
+static mt_softmax_shard_desc softmax_shard_of(const call *c, int i) {
+    return (mt_softmax_shard_desc){.vocab = VOCAB, .first_col = first_col(c, i), .log = c->variant};
+}
+
+RUN(run_softmax_forward,
+    c->variant ? mt_log_softmax_forward(c->ctx, T(0), T(1)) : mt_softmax_forward(c->ctx, T(0), T(1)))
+RUN(run_softmax_backward,
+    c->variant ? mt_log_softmax_backward(c->ctx, T(0), T(1), T(2)) : mt_softmax_backward(c->ctx, T(0), T(1), T(2)))
+
+static mt_status run_softmax_stats(const call *c) {
+    mt_softmax_shard_desc d = softmax_shard_of(c, 0);
+    return mt_softmax_shard_stats(c->ctx, &d, T(0), T(1));
+}
+
+static mt_status run_softmax_shard_forward(const call *c) {
+    mt_softmax_shard_desc d = softmax_shard_of(c, 0);
+    return mt_softmax_shard_forward(c->ctx, &d, T(0), T(1), RANKS, T(2));
+}
+
+static mt_status run_softmax_sums(const call *c) {
+    mt_softmax_shard_desc d = softmax_shard_of(c, 1);
+    return mt_softmax_shard_sums(c->ctx, &d, T(0), T(1), T(2));
+}
+
+static mt_status run_softmax_shard_backward(const call *c) {
+    mt_softmax_shard_desc d = softmax_shard_of(c, 0);
+    return mt_softmax_shard_backward(c->ctx, &d, T(0), T(1), T(2), T(3));
+}
+
 static mt_sample_desc sample_of(const call *c) {
     mt_sample_desc d = {.temperature = 0.8f, .top_k = c->variant, .seed = 9};
     d.first_sequence = (uint64_t)first_row(c, 0);
@@ -372,6 +402,25 @@ static int gathered_stats(mt_context *ctx, const call *ranks, const call *whole)
     }
     for (int k = 0; k < TOKENS; k++)
         if (!(fabsf(((float *)loss[0].data)[k] - ((float *)loss[1].data)[k]) < 1e-4f)) return 0;
+    return 1;
+}
+
+/* Whether the stats of the ranks and those of the whole give the same softmax of 0. */
+static int gathered_softmax_stats(mt_context *ctx, const call *ranks, const call *whole) {
+    mt_softmax_shard_desc d = {.vocab = 1};
+    const call *calls[] = {ranks, whole};
+    mt_tensor zeros, y[2];
+    if (ranks->t[1].rows != TOKENS) return 0;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_tensor(ctx, MT_F32, TOKENS, 1, &zeros));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_fill(ctx, zeros, 0.0f));
+    for (int i = 0; i < 2; i++) {
+        int shards = i == 0 ? RANKS : 1;
+        mt_tensor all = gather(ctx, calls[i], shards, 1);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_tensor(ctx, MT_F32, TOKENS, 1, &y[i]));
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_softmax_shard_forward(ctx, &d, zeros, all, shards, y[i]));
+    }
+    for (int k = 0; k < TOKENS; k++)
+        if (!(fabsf(((float *)y[0].data)[k] - ((float *)y[1].data)[k]) < 1e-5f)) return 0;
     return 1;
 }
 
@@ -572,6 +621,22 @@ static const entry entries[] = {
        "logits inout 6x14, lse in 2x6, dloss in 1x1 optional"),
     OP("mt_cross_entropy_forward_backward", TENSOR, 0, run_cross_entropy,
        "logits inout 6x14, loss out 1x6, dloss in 1x1 optional"),
+    OP("mt_softmax_forward", TENSOR, 0, run_softmax_forward, "x in 6x10, y out 6x10"),
+    OP("mt_log_softmax_forward", TENSOR, 1, run_softmax_forward, "x in 6x10, y out 6x10"),
+    OP("mt_softmax_backward", TENSOR, 0, run_softmax_backward, "y in 6x10, dy in 6x10, dx out 6x10"),
+    OP("mt_log_softmax_backward", TENSOR, 1, run_softmax_backward, "y in 6x10, dy in 6x10, dx out 6x10"),
+    {"mt_softmax_shard_stats", TENSOR, 0, run_softmax_stats, "x in 6x14, stats out 6x2 gathered", NULL,
+     gathered_softmax_stats},
+    OP("mt_softmax_shard_forward", TENSOR, 0, run_softmax_shard_forward,
+       "x in 6x14, gathered in 12x2 positive row_parts 2, y out 6x14"),
+    OP("mt_softmax_shard_forward", TENSOR, 1, run_softmax_shard_forward,
+       "x in 6x14, gathered in 12x2 positive row_parts 2, y out 6x14"),
+    OP("mt_softmax_shard_sums", TENSOR, 0, run_softmax_sums, "y in 6x14, dy in 6x14, sums out 6x1"),
+    OP("mt_softmax_shard_sums", TENSOR, 1, run_softmax_sums, "y in 6x14, dy in 6x14, sums out 6x1"),
+    OP("mt_softmax_shard_backward", TENSOR, 0, run_softmax_shard_backward,
+       "y in 6x14, dy in 6x14, sums in 6x1, dx out 6x14"),
+    OP("mt_softmax_shard_backward", TENSOR, 1, run_softmax_shard_backward,
+       "y in 6x14, dy in 6x14, sums in 6x1, dx out 6x14"),
     {"mt_sample_candidates", TENSOR, 3, run_sample_candidates, "logits in 6x14, candidates out 6x6 gathered candidates",
      NULL, gathered_candidates},
     {"mt_sample_candidates", TENSOR, 0, run_sample_candidates, "logits in 6x14, candidates out 6x2 gathered candidates",
@@ -675,6 +740,8 @@ static const refused refusals[] = {
     {"mt_multiply_row_forward", TENSOR, "RPP"},
     {"mt_multiply_col_forward", TENSOR, "RPP"},
     {"mt_embedding_forward", TENSOR, "RPP"},
+    {"mt_softmax_shard_sums", TENSOR, "PRP"},
+    {"mt_softmax_shard_backward", TENSOR, "PRRP"},
     /* the same in gradients; without dx, the factor does not count */
     {"mt_multiply_row_backward", TENSOR, "RRPPR RPPPP PRP-P rrP-P"},
     {"mt_multiply_col_backward", TENSOR, "RRPPR RPPPP PRP-P ccP-P"},

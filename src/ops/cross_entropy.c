@@ -115,32 +115,44 @@ static void mti_cpu_cross_entropy_stats(void *data, int thread, int64_t first, i
     for (i = first; i < last; i++) mti_cross_entropy_stats_row(c, i, mti_row(c->stats, i));
 }
 
-/* Adds the statistics of b to those of a. The sums of exponentials are rescaled to the larger maximum. The maximum is
-   -infinity if both shards have padding only. */
-static void mti_stats_join(float a[4], const float b[4]) {
+/* Adds the `count` statistics of b to those of a: maximum, sum of exponentials, and further sums. The sums of
+   exponentials are rescaled to the larger maximum. The maximum is -infinity if both shards have padding only. */
+static void mti_stats_join(float *a, const float *b, int64_t count) {
     float top = a[0] > b[0] ? a[0] : b[0];
+    int64_t k;
     a[1] = top == -(float)INFINITY ? a[1] + b[1] : a[1] * expf(a[0] - top) + b[1] * expf(b[0] - top);
     a[0] = top;
-    a[2] += b[2];
-    a[3] += b[3];
+    for (k = 2; k < count; k++) a[k] += b[k];
 }
 
-/* out = the joined statistics of shards [first, first + span) of a token. The order is that in which mt_all_reduce adds
-   ranks: ((0+1)+(2+3))+... span is a power of two. */
+/* out = the joined statistics of shards [first, first + span) of a token, 2 or 4 numbers. The order is that in which
+   mt_all_reduce adds ranks: ((0+1)+(2+3))+... span is a power of two. */
 static void mti_stats_tree(mt_tensor gathered, int64_t tokens, int64_t token, int64_t first, int64_t span,
-                           int64_t shards, float out[4]) {
+                           int64_t shards, float *out) {
     float right[4];
     if (span == 1) {
-        memcpy(out, mti_row(gathered, first * tokens + token), 4 * sizeof *out);
+        memcpy(out, mti_row(gathered, first * tokens + token), (size_t)gathered.cols * sizeof *out);
         return;
     }
     mti_stats_tree(gathered, tokens, token, first, span / 2, shards, out);
     if (first + span / 2 >= shards) return;
     mti_stats_tree(gathered, tokens, token, first + span / 2, span / 2, shards, right);
-    mti_stats_join(out, right);
+    mti_stats_join(out, right, gathered.cols);
 }
 
-#define MTI_CE_SHARDS 1024 /* the most that mt_cross_entropy_combine joins */
+/* The span of a tree over all shards. */
+static int64_t mti_stats_span(int64_t shards) {
+    int64_t span = 1;
+    while (span < shards) span *= 2;
+    return span;
+}
+
+#define MTI_CE_SHARDS 1024 /* the most whose statistics are joined */
+
+static mt_status mti_expect_stats_shards(mt_context *ctx, const char *where, int shards) {
+    if (shards >= 1 && shards <= MTI_CE_SHARDS) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shards is %d, must be 1 to %d", where, shards, MTI_CE_SHARDS);
+}
 
 /* Returns the loss of token i, from its joined statistics. With the maximum m and the sum s, the loss is log(s) + (m -
    target), not lse - target, so that the large part of the logits cancels before log(s) is added. */
@@ -153,11 +165,10 @@ static float mti_cross_entropy_loss(const mti_cross_entropy *c, int64_t i, const
 static void mti_cpu_cross_entropy_combine(void *data, int thread, int64_t first, int64_t last) {
     const mti_cross_entropy *c = (const mti_cross_entropy *)data;
     float all[4];
-    int64_t i, span = 1;
+    int64_t i;
     (void)thread;
-    while (span < c->shards) span *= 2;
     for (i = first; i < last; i++) {
-        mti_stats_tree(c->stats, c->loss.cols, i, 0, span, c->shards, all);
+        mti_stats_tree(c->stats, c->loss.cols, i, 0, mti_stats_span(c->shards), c->shards, all);
         mti_row(c->lse, 0)[i] = all[0];
         mti_row(c->lse, 1)[i] = logf(all[1]);
         mti_row(c->loss, 0)[i] = mti_cross_entropy_loss(c, i, all, mti_row(c->lse, 1)[i]);
@@ -289,8 +300,7 @@ MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entrop
     mti_operator op;
     mti_operands(&op, ctx, &mti_cross_entropy_combine_table, views, &rows);
     MT_TRY(mti_expect_cross_entropy(ctx, op.name, desc));
-    if (shards < 1 || shards > MTI_CE_SHARDS)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shards is %d, must be 1 to %d", op.name, shards, MTI_CE_SHARDS);
+    MT_TRY(mti_expect_stats_shards(ctx, op.name, shards));
     MT_TRY(mti_check(&op));
     MT_TRY(mti_expect_pointer(ctx, op.name, "targets", targets, loss.cols));
     MT_TRY(mti_begin(&op));

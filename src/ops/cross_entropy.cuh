@@ -145,29 +145,37 @@ static __device__ __forceinline__ mti_ce_sums<TYPE> mti_ce_part(const mti_ce &c,
     return own;
 }
 
+/* Raises the maximum of each thread to that of its block. Shuffles give the maximum of each warp, and tops [32] holds
+   those of all warps. The barrier separates writing `tops` from reading it. After it, all threads have read their
+   parts of the row. */
+template <int TYPE> static __device__ __forceinline__ void mti_ce_rescale(mti_ce_sums<TYPE> &own, float *tops) {
+    float all = mti_warp_max(own.top);
+    if ((threadIdx.x & 31) == 0) tops[threadIdx.x >> 5] = all;
+    __syncthreads();
+    for (int w = 0; w < (int)blockDim.x / 32; w++) all = fmaxf(all, tops[w]);
+    own.rescale(all);
+}
+
 /* Returns the four statistics of a row to every thread of its block, in one pass over the row, which mti_ce_part also
    copies to `room`, if this is given.
 
    1. Each thread computes the maximum of its part of the row, and the sum of exponentials relative to this maximum.
-   2. Shuffles give the maximum of each warp. `tops` holds the maxima of all warps, and `hit` holds the logit of the
-      target. The barrier separates writing `tops` and `hit` from reading them. It also ensures that the row and
-      the logit of the target are read before the caller overwrites logits with gradients.
-   3. Each thread rescales its sum to the maximum of the row, and mti_block_sums_once adds the sums through `shared`. */
+      `hit` holds the logit of the target.
+   2. Each thread rescales its sum to the maximum of the row. The barrier in mti_ce_rescale also separates writing `hit`
+      from reading it, and ensures that the row and the logit of the target are read before the caller overwrites
+      logits with gradients.
+   3. mti_block_sums_once adds the sums through `shared`. */
 template <int TYPE> static __device__ __forceinline__ float4 mti_ce_row(const mti_ce &c, int64_t row, mti_words *room) {
     MT_SHARED(float, shared, 64);
     MT_SHARED(float, tops, 32);
     MT_SHARED(float, hit, 1);
     int target = (int)c.target_of(row); /* a target is an int32_t */
     mti_ce_sums<TYPE> own = mti_ce_part<TYPE>(c, row, room);
-    float all = mti_warp_max(own.top);
-    if ((threadIdx.x & 31) == 0) tops[threadIdx.x >> 5] = all;
     if (threadIdx.x == 0)
         *hit = target >= 0 ? mti_get<TYPE>(c.logits, row, target) : 0.0f; /* before gradients are written */
-    __syncthreads();
-    for (int w = 0; w < (int)blockDim.x / 32; w++) all = fmaxf(all, tops[w]);
-    own.rescale(all);
+    mti_ce_rescale(own, tops);
     float2 sums = mti_block_sums_once(own.sum, own.plain, shared);
-    return make_float4(all, sums.x, *hit, sums.y);
+    return make_float4(own.top, sums.x, *hit, sums.y);
 }
 
 /* Writes stats. A block owns row first + blockIdx.x; shared memory and barriers are those of mti_ce_row. In bf16 on
@@ -346,31 +354,36 @@ static mt_status mti_cuda_cross_entropy(mt_context *ctx, const mt_cross_entropy_
 
 #define MTI_CE_DEPTH 11 /* levels of the tree over MTI_CE_SHARDS shards */
 
-/* Joins the statistics of all shards for token i in the order of mti_stats_tree, and writes loss and lse. The stack
-   holds finished subtrees, like the bits of a binary counter: two subtrees of the same size are joined immediately, and
-   the remaining ones at the end, from the right. */
-static __device__ void mti_ce_combine(const mti_ce &c, int64_t shards, int64_t tokens, int64_t i,
-                                      const mti_view &loss) {
-    float stack[MTI_CE_DEPTH][4], x[4];
+/* x [COUNT] = the joined statistics of all shards for token i, in the order of mti_stats_tree. The stack holds finished
+   subtrees, like the bits of a binary counter: two subtrees of the same size are joined immediately, and the remaining
+   ones at the end, from the right. */
+template <int COUNT>
+static __device__ void mti_stats_joined(const mti_view &stats, int64_t shards, int64_t tokens, int64_t i, float *x) {
+    float stack[MTI_CE_DEPTH][COUNT];
     int depth = 0;
     for (int64_t s = 0; s <= shards; s++) {
         int64_t joins = s;
         if (s < shards)
-            for (int q = 0; q < 4; q++) x[q] = mti_get(c.stats, s * tokens + i, q);
+            for (int q = 0; q < COUNT; q++) x[q] = mti_get(stats, s * tokens + i, q);
         else if (depth > 0)
-            for (int q = 0; q < 4; q++) x[q] = stack[depth - 1][q];
+            for (int q = 0; q < COUNT; q++) x[q] = stack[depth - 1][q];
         if (s == shards) depth--; /* at the end, join the remaining subtrees */
         while (depth > 0 && (s == shards || (joins & 1))) {
             float *l = stack[--depth], top = fmaxf(l[0], x[0]);
             x[1] = top == -INFINITY ? l[1] + x[1] : l[1] * expf(l[0] - top) + x[1] * expf(x[0] - top);
             x[0] = top;
-            x[2] = l[2] + x[2];
-            x[3] = l[3] + x[3];
+            for (int q = 2; q < COUNT; q++) x[q] = l[q] + x[q];
             joins >>= 1;
         }
-        for (int q = 0; q < 4 && s < shards; q++) stack[depth][q] = x[q];
+        for (int q = 0; q < COUNT && s < shards; q++) stack[depth][q] = x[q];
         if (s < shards) depth++;
     }
+}
+
+static __device__ void mti_ce_combine(const mti_ce &c, int64_t shards, int64_t tokens, int64_t i,
+                                      const mti_view &loss) {
+    float x[4];
+    mti_stats_joined<4>(c.stats, shards, tokens, i, x);
     float log_sum = logf(x[1]);
     mti_put(loss, 0, i, c.loss_of(i, x[0], log_sum, x[2], x[3]));
     mti_put(c.lse, 0, i, x[0]);

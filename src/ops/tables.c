@@ -12,6 +12,7 @@
 #include "attention.c"
 #include "kv_cache.c"
 #include "embedding.c"
+#include "softmax.c"
 #include "sample.c"
 #include "adamw.c"
 #include "step.c"
@@ -50,6 +51,14 @@ static const mti_table *const mti_tables[] = {&mti_fill_table,
                                               &mti_cross_entropy_combine_table,
                                               &mti_cross_entropy_backward_table,
                                               &mti_cross_entropy_forward_backward_table,
+                                              &mti_softmax_forward_table,
+                                              &mti_softmax_backward_table,
+                                              &mti_log_softmax_forward_table,
+                                              &mti_log_softmax_backward_table,
+                                              &mti_softmax_shard_stats_table,
+                                              &mti_softmax_shard_forward_table,
+                                              &mti_softmax_shard_sums_table,
+                                              &mti_softmax_shard_backward_table,
                                               &mti_sample_candidates_table,
                                               &mti_sample_ids_table,
                                               &mti_adamw_step_table,
