@@ -41,7 +41,8 @@
        mt_kernels.cuh   the operators, forward and backward
        mt_comm.h        contexts, communicators, collectives, Megatron's conjugates f and g, mt_launch
 
-   Step by step. A program does this in this order. Each step names its calls, and the header and the chapter to read.
+   Step by step. A program does this in this order. Each step names its calls, and the header and the section of its
+   comments to read.
     1. Start the ranks: as threads with mt_launch, or as processes of mpirun, torchrun or Slurm with mt_world_from_env
        (mt_comm.h, "launch").
     2. Create a context on each rank, with the device, the threads and the arena: mt_context_create (mt_comm.h,
@@ -60,16 +61,17 @@
        forward and the backward of the model. Release the arena.
     9. Sum the gradients over the ranks, and clip them by their norm: mt_sync_gradients, mt_grad_norm (mt_parallel.h,
        "gradients"). Then call mt_optimizer_step and, for the next step, mt_params_zero_grad.
-   10. Save and resume: mt_gpt_checkpoint_create, mt_checkpoint_save, mt_checkpoint_load (megatron.h, "checkpoints").
+   10. Save and resume: mt_gpt_checkpoint_create (megatron.h, "checkpoints of a GPT"), mt_checkpoint_save and
+       mt_checkpoint_load (mt_parallel.h, "checkpoints").
 
-   Then, when the program
+   If the program
        is wrong, or hangs       check 1 or 2 in mt_context_desc (docs/checking.md); find the first tensor that differs
                                 between two runs (mt_parallel.h, "hash log")
        does not fit             sequence_parallel and recompute (megatron.h, "transformer layer"), a sharded_optimizer
                                 (mt_parallel.h, "parameters"), stages (mt_parallel.h, "pipeline")
        is too slow              docs/performance.md, docs/gpus.md; CUDA graphs (mt_comm.h, "CUDA graphs")
-       needs a bigger machine   processes over NCCL or MPI (docs/many-ranks.md); the memory and the time of a step
-                                before you have it (docs/planning.md)
+       needs a bigger machine   processes over NCCL or MPI (docs/many-ranks.md); predict memory and step time first
+                                (docs/planning.md)
        must give the same bits  on any number of ranks: invariant in mt_context_desc (mt_parallel.h, "invariant mode")
        generates text           a key/value cache and sampling (docs/inference.md)
        has layers of its own    f and g (mt_comm.h, "the conjugates f and g"), the operators of mt_kernels.cuh, the
@@ -82,9 +84,9 @@
    reduce-scatters instead. Every communicator counts its collectives and their bytes (mt_comm_ledger).
 
    The library does not own your loop, your tensors or your process. It has no globals, and it never exits or aborts.
-   It opens only checkpoints, and the safetensors and JSON files that you name. It allocates no memory after setup (the
-   create functions and mt_params_init), except while the files of a checkpoint are open, and for a hash log (see
-   mt_hash_log), which is for debugging.
+   It opens only checkpoints, and the safetensors and JSON files that you name. It allocates no memory after setup
+   (create functions, mt_params_init, mt_params_bind, mt_params_pack, mt_graph_end), except while the files of a
+   checkpoint are open, and for a hash log (mt_hash_log), which is for debugging.
 
    Shapes:  Activations are [tokens, features]. When each sequence has seq tokens, the token at position p of sequence
             s is row s * seq + p. Weights are [out, in], as in PyTorch. t is the number of tensor parallel ranks. With
@@ -102,7 +104,8 @@
             it is an error. mt_last_error(ctx) returns a message with the offending values. Blocks return the errors of
             the layers and operators in them, which the heads of mt_parallel.h and mt_kernels.cuh list. The comment of
             a function says only what is special to it. After an error of a create function, the registry is as before.
-   Threads: A rank is one thread, with a context, communicators and a registry of its own.
+   Threads: One thread of a rank calls the library. It has a context, communicators and a registry of its own; the
+            context has the threads that compute on a CPU.
    Macros:  mt_comm.h lists those that configure the implementation. */
 
 #include "mt_parallel.h" /* outside the guard: a second #include may add the implementation */

@@ -478,26 +478,29 @@ MT_API mt_status mt_declare_shards(mt_context *ctx, const mt_comm *tp, const mt_
    layer stays split, and x of a row-parallel layer is not split. */
 typedef struct mt_linear_desc {
     int64_t in_features, out_features; /* global */
-    /* parts and unit of the split dimension, as in mt_param_desc, which lists those of the layouts of QKV. With 2 parts
-       one layer computes gate and up of SwiGLU, and y is this rank's [gate | up] (for invariant mode see
-       parts_by_shard); 0: 1 */
+    /* How the split dimension is cut: see mt_param_desc, which has the values for QKV. With 2 parts one layer computes
+       gate and up of SwiGLU, and y is this rank's [gate | up] (for invariant mode see parts_by_shard). 0: 1, for
+       both */
     int64_t parts, unit;
     float init_std; /* standard deviation of the initial weight; MT_ERR_ARGUMENT with `weight`; MT_ZERO: 0; 0: 0.02 */
     int no_bias;
-    /* 1: the caller adds layer->bias->value to y, and adds to layer->bias->grad the sum of the rows of its gradient, as
-       in a fused operator. The bias of a row-parallel layer is added once, after the reduction. With sequence_parallel
-       a row-parallel layer's gradient is the sum over this rank's rows; mt_sync_gradients sums it over the tensor
+    /* 1: the caller adds layer->bias->value to y, and adds the sum of the rows of dy to layer->bias->grad, as in a
+       fused operator. The bias of a row-parallel layer is added once, after the reduction. With sequence_parallel the
+       bias gradient of a row-parallel layer covers only this rank's rows; mt_sync_gradients sums it over the tensor
        group. MT_ERR_ARGUMENT with no_bias */
     int skip_bias_add;
     /* 1: y is [tokens, out_features] on every rank (column only). It is read in each call: layer->desc.gather_output
        may change between calls, but not between a forward and its backward */
     int gather_output;
-    int input_is_parallel; /* 1: x is already split, as a column-parallel layer leaves it (row only) */
+    /* 1: x is already split, as a column-parallel layer leaves it (row only). 0: x is whole, each rank takes its
+       columns, and backward all-gathers dx */
+    int input_is_parallel;
     int sequence_parallel; /* 1: x (column) is [tokens / t, in]; y (row) is [tokens / t, out] */
     /* advanced */
-    /* Only for invariant mode with parts > 1, when y (column) or x (row) is split: without gather_output, or with
-       input_is_parallel. The columns are then gate and up of the first virtual shard, gate and up of the second, and so
-       on. 1: your code expects this order; it changes nothing else. 0: create returns MT_ERR_ARGUMENT */
+    /* Only for invariant mode (mt_parallel.h, "invariant mode", has virtual shards) with parts > 1, for a
+       column-parallel layer without gather_output or a row-parallel layer with input_is_parallel. The columns of y or
+       x are then gate and up of the first virtual shard, gate and up of the second, and so on. 1: confirms that your
+       code handles this order; changes no result. 0: create returns MT_ERR_ARGUMENT */
     int parts_by_shard;
     mt_param *weight; /* column only: another layer's weight, to share it (tied output head); NULL: its own */
     /* 1: backward adds the input gradient to dx instead of overwriting dx, for instance when several layers read x. dx
@@ -507,7 +510,7 @@ typedef struct mt_linear_desc {
     /* column only: out_features with padding of your own, see mt_param_desc.padded_features. With `weight` the layer
        has the padding of this weight, and padded_out_features must be 0 or the same (MT_ERR_SHAPE); 0: none */
     int64_t padded_out_features;
-    /* column only: of the units of out_features, see mt_param_desc. A rank's columns of y are piece by piece. Not for
+    /* column only: keys and values that several ranks need, see mt_param_desc. y has a rank's pieces in order. Not for
        layers of tensors in your own memory (MT_ERR_ARGUMENT), because nothing sums the gradients of their copies */
     int64_t copies, copied;
 } mt_linear_desc;
@@ -534,17 +537,20 @@ typedef struct mt_linear_saved {
 /* Create a layer and its parameters. Column-parallel: W is split over its rows. Row-parallel: W is split over its
    columns.
    Errors: MT_ERR_ARGUMENT (a field of desc is out of range, is for layers of the other kind or has no effect; in
-   invariant mode several parts without parts_by_shard, where y of a column-parallel layer stays split, or with
-   input_is_parallel), MT_ERR_SHAPE (a shared weight has another shape, placement, parts, unit or padding). */
+   invariant mode several parts without parts_by_shard, where it is needed), MT_ERR_SHAPE (a shared weight has another
+   shape, placement, parts, unit or padding, or copies). mt_params_destroy frees the parameters; a layer needs no
+   destroy. */
 MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
                                                   const mt_linear_desc *desc, mt_parallel_linear *out);
 MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
                                                const mt_linear_desc *desc, mt_parallel_linear *out);
 
 /* forward computes y from x. backward computes dx from dy, and adds to the gradients of weight and bias. dx and dy have
-   the shapes of x and y. When dx is mt_none(), it is not computed. saved NULL: inference.
-   Column-parallel: x [tokens, in] -> y [tokens, local_features], or [tokens, out] with gather_output, whose dy is the
-   whole gradient, equal on every rank. Communication: backward all-reduces dx (f). gather_output adds an all-gather of
+   the shapes of x and y. When dx is mt_none(), it is not computed. saved NULL: inference. The head of mt_parallel.h
+   says which tensors must be contiguous and which may overlap. On GPUs communication overlaps with the products
+   (mt_parallel_set_options).
+   Column-parallel: x [tokens, in] -> y [tokens, local_features], or [tokens, out] with gather_output; dy is
+   then the same on every rank. Communication: backward all-reduces dx (f). gather_output adds an all-gather of
    y. With sequence_parallel x is [tokens / t, in]: forward and backward each all-gather it, and backward
    reduce-scatters dx.
    Row-parallel: x [tokens, local_features], or [tokens, in] without input_is_parallel -> y [tokens, out]. The bias is
@@ -619,8 +625,9 @@ MT_API mt_status mt_row_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tenso
    A dx that is mt_none() is not computed.
        MT_TRY(mt_parallel_linear_forward_shared(ctx, fc1, 2, &x, h, &saved));      // column-parallel
        MT_TRY(mt_parallel_linear_forward_shared(ctx, fc2, 2, h, &y, saved_2));     // row-parallel
-   MT_ERR_ARGUMENT: a column-parallel layer has gather_output, a row-parallel layer has no input_is_parallel, or the
-   layers differ in kind, tensor group, sequence_parallel or, when they are column-parallel, add_to_dx. */
+   MT_ERR_ARGUMENT: a list is NULL, count is below 1, a column-parallel layer has gather_output, a row-parallel layer
+   has no input_is_parallel, or the layers differ in kind, tensor group, sequence_parallel or, when they are
+   column-parallel, add_to_dx. */
 MT_API mt_status mt_parallel_linear_forward_shared(mt_context *ctx, const mt_parallel_linear *layers, int count,
                                                    const mt_tensor *x, const mt_tensor *y, mt_linear_saved *saved);
 MT_API mt_status mt_parallel_linear_backward_shared(mt_context *ctx, const mt_parallel_linear *layers, int count,
@@ -804,8 +811,8 @@ MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params);
    optimizer it uses reduce-scatters over the data group: param->grad then holds the sum only in this rank's share of
    each bucket (see mt_gather_gradients).
    In invariant mode, the sums over the tensor group are computed once for each micro-batch (in
-   mt_accumulate_gradients).
-   Shared embeddings are summed last. All sums are all-reduces, even with a sharded optimizer.
+   mt_accumulate_gradients), and shared embeddings are summed last. All sums are all-reduces, even with a sharded
+   optimizer.
    MT_ERR_SHAPE, in invariant mode: the number of micro-batches is not a power of two.
    MT_ERR_ARGUMENT: the gradients are synchronised or used already, or were never zeroed (see mt_params_zero_grad); in
    invariant mode, the last of several micro-batches was not accumulated. After another error, such as that of a
@@ -3871,7 +3878,7 @@ static int mti_gradients_known(const mt_context *ctx, mt_params *params) {
     return !params->recorded;
 }
 
-/* Notes that a layer adds to the gradient of p now. */
+/* Notes in p's registry that a layer adds to the gradient of p now. */
 static void mti_gradient_added(const mt_param *p) {
     mt_params *params = p->registry; /* NULL: of a layer of tensors */
     if (!params || params->state == MTI_GRADIENTS_ADDED) return;
@@ -4537,6 +4544,8 @@ MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_li
 
 /* ---- column- and row-parallel linear (src/parallel/linear.c) ----------------------------------------------------- */
 
+/* The first functions are those of authors.h that layers share. */
+
 MT_API mt_status mt_check_sent(mt_context *ctx, const char *function, mt_comm *tp, int sequence_parallel,
                                const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
     int in_ok = !sequence_parallel || in.rows <= 1 || mt_tensor_ld(in) == in.cols;
@@ -4687,7 +4696,8 @@ static mt_status mti_replicated_check(mt_context *ctx, const mt_comm *tp, const 
 }
 
 /* Sets *out to the columns of x [tokens, n] that belong to this rank. It is a view when they are one piece, and
-   otherwise a copy in the arena. Call mt_check_view_end after the calls that read it. what: x, for messages */
+   otherwise a copy in the arena. Call mt_check_view_end, which ends what check mode knows of the view, after the calls
+   that read it. what: x, for messages */
 static mt_status mti_local_slice(mt_context *ctx, const mt_comm *tp, const mt_param *p, const char *what, mt_tensor x,
                                  mt_tensor *out) {
     int64_t first, at = 0;
@@ -4699,7 +4709,7 @@ static mt_status mti_local_slice(mt_context *ctx, const mt_comm *tp, const mt_pa
     }
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, p->local_features, out));
     MT_TRY(mt_fill(ctx, *out, 0.0f));
-    while (mti_run_next(p, p->tp_rank, &at, &run)) /* of copies, y has the features from the one that counts */
+    while (mti_run_next(p, p->tp_rank, &at, &run)) /* a copied feature is taken once, from the piece that counts */
         if (run.counts) MT_TRY(mt_copy(ctx, mt_tensor_cols(x, run.global, run.count), mti_run_cols(p, *out, run)));
     return mt_check_view(ctx, tp, *out, MT_SPLIT_COLS);
 }
@@ -4782,8 +4792,8 @@ static mt_tensor mti_piece(const mti_chunks *c, mt_tensor t, int chunk, int piec
     return mt_tensor_rows(t, piece * c->rows + mti_chunk_first(c, chunk), mti_chunk_rows(c, chunk));
 }
 
-/* Gathers the rows of all ranks into *all, with one ticket for each chunk. *all is x when there is nothing to
-   gather. */
+/* Gathers the rows of all ranks into *all, with one ticket (mt_overlap_end) for each chunk. *all is x when there is
+   nothing to gather. */
 static mt_status mti_gather_chunks(mt_context *ctx, mt_comm *tp, int sequence_parallel, const mti_chunks *c,
                                    mt_tensor x, mt_tensor *all) {
     int i;
@@ -4800,7 +4810,8 @@ static mt_status mti_gather_chunks(mt_context *ctx, mt_comm *tp, int sequence_pa
 }
 
 /* Sums the partial results of all ranks into y with an all-reduce, or with a reduce-scatter under sequence parallelism.
-   It is the forward of g, or with `backward` the backward of f. */
+   It is the forward of g, or with `backward` the backward of f. An f32 partial of a 16-bit y is summed in f32, without
+   sequence parallelism in place, and then rounded into y. */
 static mt_status mti_reduce_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, int backward, mt_tensor partial,
                                    mt_tensor y) {
     mt_tensor sum = y;
@@ -5043,7 +5054,7 @@ static mt_status mti_column_product(mt_context *ctx, const mt_parallel_linear *n
 typedef struct mti_partial {
     const mti_layers *layers;
     mt_transpose trans; /* of W */
-    const mt_tensor *x; /* one for each layer: [tokens, local features] */
+    const mt_tensor *x; /* one for each layer: x, or dy in backward, [tokens, local features] */
     /* the product is of one piece of x (mti_piece), given by chunk and piece; NULL: of all of x */
     const mti_chunks *of;
     int chunk, piece;

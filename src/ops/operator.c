@@ -5,8 +5,10 @@
 #include "check.c"
 #include "16bit.c"
 
+/* A public function calls mti_accept (or mti_operands and mti_check), mti_begin, MTI_RUN and mti_end, in this order. */
+
 #define MTI_ARGS 12 /* maximum number of operands of an operator */
-/* With the values of mt_arg.use. MTI_AS_IS: the loop reads and writes the operand in its own type. MTI_UNSEEN: only the
+/* Further bits of mt_arg.use. MTI_AS_IS: the loop reads and writes the operand in its own type. MTI_UNSEEN: only the
    rule sees the operand, such as ids that the call has as a pointer. */
 #define MTI_AS_IS 8
 #define MTI_UNSEEN 256
@@ -26,7 +28,7 @@ typedef struct mti_operand {
 
 /* An operator. Its checks, its messages, its rule for check mode and its entry in a trace come from this table; the
    rows of docs/checking.md must be the same. If the first operand is empty, the operator does nothing: the operand that
-   says whether there is work comes first. */
+   says whether there is work, such as y before x, comes first. */
 typedef struct mti_table {
     const char *name; /* of the public function */
     mt_rule rule;     /* operands NULL: there is none, and what the operator writes is not known */
@@ -46,10 +48,10 @@ typedef struct mti_operator {
     const mt_rule *rule; /* NULL: none */
     mt_arg args[MTI_ARGS];
     const char *apart[MTI_ARGS];
-    int count, views;          /* all operands; those that are not MTI_UNSEEN, which come first */
-    int copies;                /* how many of the views may have copies: all on a CPU and on a meta context, or 0 */
-    int on_cuda, on_cpu;       /* on_cuda: launches, or plans to; on_cpu: computes. Both are 0 if there is no work */
-    size_t mark;               /* the arena mark before the copies */
+    int count, views;    /* all operands; those that are not MTI_UNSEEN, which come first */
+    int copies;          /* how many of the views may have copies: all where a CPU computes or is planned for, or 0 */
+    int on_cuda, on_cpu; /* on_cuda: launches, or plans to; on_cpu: computes; both 0: neither */
+    size_t mark;         /* the arena mark before the copies */
     mt_tensor given[MTI_ARGS]; /* the 16-bit views that have copies; data is NULL for the others */
     /* The entry of a trace; name is NULL if there is nothing to do. mti_begin fills it in for an operator that reads
        and writes its views once. Others change it before mti_end. */

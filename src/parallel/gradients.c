@@ -15,7 +15,7 @@ static int mti_gradients_known(const mt_context *ctx, mt_params *params) {
     return !params->recorded;
 }
 
-/* Notes that a layer adds to the gradient of p now. */
+/* Notes in p's registry that a layer adds to the gradient of p now. */
 static void mti_gradient_added(const mt_param *p) {
     mt_params *params = p->registry; /* NULL: of a layer of tensors */
     if (!params || params->state == MTI_GRADIENTS_ADDED) return;

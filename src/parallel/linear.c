@@ -6,6 +6,8 @@
 #include "../comm/defaults.h"
 #include "../ops/linear.h"
 
+/* The first functions are those of authors.h that layers share. */
+
 MT_API mt_status mt_check_sent(mt_context *ctx, const char *function, mt_comm *tp, int sequence_parallel,
                                const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
     int in_ok = !sequence_parallel || in.rows <= 1 || mt_tensor_ld(in) == in.cols;
@@ -156,7 +158,8 @@ static mt_status mti_replicated_check(mt_context *ctx, const mt_comm *tp, const 
 }
 
 /* Sets *out to the columns of x [tokens, n] that belong to this rank. It is a view when they are one piece, and
-   otherwise a copy in the arena. Call mt_check_view_end after the calls that read it. what: x, for messages */
+   otherwise a copy in the arena. Call mt_check_view_end, which ends what check mode knows of the view, after the calls
+   that read it. what: x, for messages */
 static mt_status mti_local_slice(mt_context *ctx, const mt_comm *tp, const mt_param *p, const char *what, mt_tensor x,
                                  mt_tensor *out) {
     int64_t first, at = 0;
@@ -168,7 +171,7 @@ static mt_status mti_local_slice(mt_context *ctx, const mt_comm *tp, const mt_pa
     }
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, p->local_features, out));
     MT_TRY(mt_fill(ctx, *out, 0.0f));
-    while (mti_run_next(p, p->tp_rank, &at, &run)) /* of copies, y has the features from the one that counts */
+    while (mti_run_next(p, p->tp_rank, &at, &run)) /* a copied feature is taken once, from the piece that counts */
         if (run.counts) MT_TRY(mt_copy(ctx, mt_tensor_cols(x, run.global, run.count), mti_run_cols(p, *out, run)));
     return mt_check_view(ctx, tp, *out, MT_SPLIT_COLS);
 }
@@ -251,8 +254,8 @@ static mt_tensor mti_piece(const mti_chunks *c, mt_tensor t, int chunk, int piec
     return mt_tensor_rows(t, piece * c->rows + mti_chunk_first(c, chunk), mti_chunk_rows(c, chunk));
 }
 
-/* Gathers the rows of all ranks into *all, with one ticket for each chunk. *all is x when there is nothing to
-   gather. */
+/* Gathers the rows of all ranks into *all, with one ticket (mt_overlap_end) for each chunk. *all is x when there is
+   nothing to gather. */
 static mt_status mti_gather_chunks(mt_context *ctx, mt_comm *tp, int sequence_parallel, const mti_chunks *c,
                                    mt_tensor x, mt_tensor *all) {
     int i;
@@ -269,7 +272,8 @@ static mt_status mti_gather_chunks(mt_context *ctx, mt_comm *tp, int sequence_pa
 }
 
 /* Sums the partial results of all ranks into y with an all-reduce, or with a reduce-scatter under sequence parallelism.
-   It is the forward of g, or with `backward` the backward of f. */
+   It is the forward of g, or with `backward` the backward of f. An f32 partial of a 16-bit y is summed in f32, without
+   sequence parallelism in place, and then rounded into y. */
 static mt_status mti_reduce_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, int backward, mt_tensor partial,
                                    mt_tensor y) {
     mt_tensor sum = y;
@@ -512,7 +516,7 @@ static mt_status mti_column_product(mt_context *ctx, const mt_parallel_linear *n
 typedef struct mti_partial {
     const mti_layers *layers;
     mt_transpose trans; /* of W */
-    const mt_tensor *x; /* one for each layer: [tokens, local features] */
+    const mt_tensor *x; /* one for each layer: x, or dy in backward, [tokens, local features] */
     /* the product is of one piece of x (mti_piece), given by chunk and piece; NULL: of all of x */
     const mti_chunks *of;
     int chunk, piece;
