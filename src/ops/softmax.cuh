@@ -83,7 +83,8 @@ static __device__ __forceinline__ void mti_softmax_write(const mti_ce &c, const 
 
 /* Writes y. A block owns row first + blockIdx.x. With WHOLE the statistics are those of the row itself, which is then
    read a second time, from a cache: the barriers in mti_softmax_row_stats are behind the first reading, so y may be x.
-   Otherwise they are joined from those of all shards. */
+   Otherwise they are joined from those of all shards. From bf16 to f32 on sm_90: 21 instructions for an element, which
+   moves 6 bytes (budget: 41), and 30 with WHOLE; 56 registers, 2 blocks on a multiprocessor. */
 template <int TYPE, bool WHOLE>
 static __global__ void __launch_bounds__(MTI_CE_THREADS, 2)
     mti_softmax_kernel(int64_t first, mti_ce c, mti_softmax_op s) {
@@ -92,7 +93,8 @@ static __global__ void __launch_bounds__(MTI_CE_THREADS, 2)
     mti_softmax_write<TYPE>(c, s, row, mti_softmax_scales_of(s, stats.x, stats.y));
 }
 
-/* Writes the statistics of a shard. A block owns row first + blockIdx.x. */
+/* Writes the statistics of a shard. A block owns row first + blockIdx.x. In bf16 on sm_90: 9 instructions for an
+   element, which moves 2 bytes (budget: 13); 56 registers, 2 blocks on a multiprocessor. */
 template <int TYPE>
 static __global__ void __launch_bounds__(MTI_CE_THREADS, 2)
     mti_softmax_stats_kernel(int64_t first, mti_ce c, mti_softmax_op s) {
@@ -123,7 +125,8 @@ template <int TYPE> static __device__ __forceinline__ float mti_softmax_row_sum(
     return mti_row_total(sum, shared);
 }
 
-/* Writes the sums of a shard. A block owns row first + blockIdx.x. */
+/* Writes the sums of a shard. A block owns row first + blockIdx.x. In bf16 on sm_90: 12 instructions for an element,
+   which moves 4 bytes (budget: 27); 8 blocks on a multiprocessor. */
 template <int TYPE>
 static __global__ void __launch_bounds__(MTI_ROW_THREADS, 4) mti_softmax_sums_kernel(int64_t first, mti_softmax_op s) {
     int64_t row = first + blockIdx.x;
@@ -133,7 +136,8 @@ static __global__ void __launch_bounds__(MTI_ROW_THREADS, 4) mti_softmax_sums_ke
 
 /* Writes dx. A block owns row first + blockIdx.x, and a thread every blockDim-th vector of it. With WHOLE the sum is
    that of the row itself, which is then read a second time, from a cache. A thread reads only the vectors that it
-   writes, so dx may be dy. */
+   writes, so dx may be dy. In bf16 on sm_90: 26 instructions for an element, which moves 6 bytes (budget: 41), and 38
+   with WHOLE; 8 blocks on a multiprocessor. */
 template <int TYPE, bool WHOLE>
 static __global__ void __launch_bounds__(MTI_ROW_THREADS, 4)
     mti_softmax_backward_kernel(int64_t first, mti_softmax_op s) {
