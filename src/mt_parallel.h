@@ -128,6 +128,7 @@ extern "C" {
 #include "parallel/linear_tensors.c"
 #include "parallel/norm.c"
 #include "parallel/vocab.c"
+#include "parallel/softmax.c"
 #include "parallel/sample.c"
 #include "parallel/buckets.c"
 #include "parallel/sync.c"

@@ -167,6 +167,7 @@ static const struct {
     mt_param_desc param;
     mt_batch batch;
     mt_cross_entropy_shard_desc shard;
+    mt_softmax_shard_desc softmax;
 } descs = {
     {.features = 4},
     {.in_features = 4, .out_features = 4},
@@ -181,6 +182,7 @@ static const struct {
     {.batch = 1, .seq = 4, .groups = 1, .heads_per_group = 1, .head_dim = 4},
     {.name = "weight", .rows = 4, .cols = 4},
     {.sequences = 1, .seq = 4},
+    {.vocab = 4},
     {.vocab = 4},
 };
 
@@ -201,7 +203,8 @@ static const void *desc_of(const char *type) {
                {"mt_attention_desc", &descs.heads},
                {"mt_param_desc", &descs.param},
                {"mt_batch", &descs.batch},
-               {"mt_cross_entropy_shard_desc", &descs.shard}};
+               {"mt_cross_entropy_shard_desc", &descs.shard},
+               {"mt_softmax_shard_desc", &descs.softmax}};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (strcmp(all[i].type, type) == 0) return all[i].desc;
     return NULL;

@@ -2170,6 +2170,34 @@ static void test_vocabulary_of_a_rank(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* A whole softmax of a rank's columns, and the steps over shards without what joins them. */
+static void test_softmax_of_columns(void **state) {
+    const mt_softmax_shard_desc first = {2 * HIDDEN, 0, 0}, mine = {2 * HIDDEN, HIDDEN, 0};
+    test_rank r;
+    mt_tensor x, y, sums;
+    (void)state;
+    test_paper_rank(2, 1, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, TOKENS, HIDDEN, &x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, TOKENS, HIDDEN, &y));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, TOKENS, 1, &sums));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_SPLIT_COLS));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "mt_log_softmax_forward: x is split by columns over \"tensor\" (2 ranks)|must be replicated|"
+            "call mt_gather_from_tensor_region before",
+            mt_log_softmax_forward(r.ctx, x, y));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_softmax_shard_sums|desc.first_col is 0|at least 16|part of the vocabulary",
+            mt_softmax_shard_sums(r.ctx, &first, x, x, sums));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_vocab_parallel_log_softmax_forward(r.ctx, r.grid.tp, 2 * HIDDEN, 0, x, y));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_log_softmax_backward: y is split by columns|must be replicated",
+            mt_log_softmax_backward(r.ctx, y, x, x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_softmax_shard_sums(r.ctx, &mine, y, x, sums));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_softmax_shard_backward|sums is partial over \"tensor\"|must be replicated",
+            mt_softmax_shard_backward(r.ctx, &mine, y, x, sums, x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.grid.tp, sums.data, sums.data, TOKENS, MT_F32, MT_SUM));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_softmax_shard_backward(r.ctx, &mine, y, x, sums, x));
+    test_paper_rank_close(&r);
+}
+
 /* ---- the models of the library ----------------------------------------------------------------------------------- */
 
 /* Counts the calls of f and g. */
@@ -2827,6 +2855,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(test_gradients_that_are_sums),
     cmocka_unit_test(test_parts_that_differ),
     cmocka_unit_test(test_vocabulary_of_a_rank),
+    cmocka_unit_test(test_softmax_of_columns),
     cmocka_unit_test(test_models_know_their_placements),
     cmocka_unit_test(test_cross_attention_knows_its_placements),
     cmocka_unit_test(test_parts_of_a_second_product),

@@ -261,6 +261,26 @@ static void call_cross_entropy(hostile *h, int64_t a, int64_t b, int64_t c) {
     said(h, mt_vocab_parallel_cross_entropy_backward(h->ctx, tp, &d, maybe(h, view32(h, 1, a)), 1.0f, &saved));
 }
 
+static void call_softmax(hostile *h, int64_t a, int64_t b, int64_t c) {
+    mt_softmax_shard_desc s = {
+        .vocab = size_of(h, b), .first_col = size_of(h, 0), .log = (int)test_below(&h->random, 2)};
+    int64_t vocab = size_of(h, b), padded = test_below(&h->random, 2) ? 0 : size_of(h, b);
+    int shards = int_of(h, 2);
+    mt_comm *tp = h->rank.grid.tp;
+    (void)c;
+    said(h, mt_softmax_forward(h->ctx, view(h, a, b), view(h, a, b)));
+    said(h, mt_log_softmax_backward(h->ctx, view(h, a, b), view(h, a, b), view(h, a, b)));
+    said(h, mt_softmax_shard_stats(h->ctx, &s, view(h, a, b), view32(h, a, 2)));
+    said(h, mt_softmax_shard_forward(h->ctx, &s, view(h, a, b), view32(h, times(shards, a), 2), shards, view(h, a, b)));
+    h->views = 0;
+    said(h, mt_softmax_shard_sums(h->ctx, &s, maybe(h, view(h, a, b)), view(h, a, b), view32(h, a, 1)));
+    said(h, mt_softmax_shard_backward(h->ctx, &s, view(h, a, b), view(h, a, b), view32(h, a, 1), view(h, a, b)));
+    said(h, mt_vocab_parallel_softmax_forward(h->ctx, tp, vocab, padded, view(h, a, b), view(h, a, b)));
+    h->views = 0;
+    said(h, mt_vocab_parallel_log_softmax_backward(h->ctx, tp, vocab, padded, view(h, a, b), view(h, a, b),
+                                                   view(h, a, b)));
+}
+
 static void call_sampling(hostile *h, int64_t a, int64_t b, int64_t c) {
     int64_t rows = a, k, padded = test_below(&h->random, 2) ? 0 : size_of(h, b);
     mt_sample_desc s = {.temperature = test_below(&h->random, 4) ? 1.0f : 0.0f,
@@ -643,6 +663,7 @@ static const struct {
                  {"attention", call_attention, 0},
                  {"key/value cache", call_kv_cache, 0},
                  {"cross-entropy", call_cross_entropy, 0},
+                 {"softmax", call_softmax, 0},
                  {"sampling", call_sampling, 0},
                  {"collectives", call_collectives, 0},
                  {"pipeline", call_pipeline, 0},

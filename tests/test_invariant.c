@@ -850,6 +850,42 @@ static mt_status cross_entropy(worker *w, int sp) {
     return record_rows(w, "dx", dx);
 }
 
+/* y [TOKENS, columns of this rank], in the columns of all ranks. */
+static mt_status record_columns(worker *w, const char *what, mt_tensor y) {
+    mt_tensor all = test_tensor(&w->rank, TOKENS, y.cols * w->rank.grid.tp_size, NAN);
+    MT_TRY(mt_gather_from_tensor_region(w->rank.ctx, w->rank.grid.tp, y, all));
+    return record(w, what, "", 0, (const float *)all.data, TOKENS * all.cols);
+}
+
+/* The head of a GPT with a loss of the program's own: softmax and log-softmax, each with the other's result as its
+   gradient. sp has no effect. */
+static mt_status softmax(worker *w, int sp) {
+    mt_context *ctx = w->rank.ctx;
+    mt_comm *tp = w->rank.grid.tp;
+    mt_linear_desc d = {.in_features = HIDDEN, .out_features = 61, .no_bias = 1};
+    mt_column_parallel_linear head;
+    mt_linear_saved x_saved;
+    mt_tensor x = input(w, HIDDEN, 1, 0), dx = output_like(w, x), logits, p, log_p, dlogits;
+    (void)sp;
+    MT_TRY(mt_column_parallel_linear_create(ctx, w->rank.params, "layer", &d, &head));
+    MT_TRY(mt_params_init(ctx, w->rank.params, 5));
+    logits = test_tensor(&w->rank, TOKENS, head.local_features, NAN);
+    p = test_tensor(&w->rank, TOKENS, head.local_features, NAN);
+    log_p = test_tensor(&w->rank, TOKENS, head.local_features, NAN);
+    dlogits = test_tensor(&w->rank, TOKENS, head.local_features, NAN);
+    MT_TRY(mt_parallel_linear_forward(ctx, &head, x, logits, &x_saved));
+    MT_TRY(mt_vocab_parallel_softmax_forward(ctx, tp, 61, 0, logits, p));
+    MT_TRY(mt_vocab_parallel_log_softmax_forward(ctx, tp, 61, 0, logits, log_p));
+    MT_TRY(record_columns(w, "p", p));
+    MT_TRY(record_columns(w, "log p", log_p));
+    MT_TRY(mt_vocab_parallel_softmax_backward(ctx, tp, 61, 0, p, log_p, dlogits));
+    MT_TRY(mt_vocab_parallel_log_softmax_backward(ctx, tp, 61, 0, log_p, p, p));
+    MT_TRY(mt_add(ctx, dlogits, p, dlogits));
+    MT_TRY(record_columns(w, "dlogits", dlogits));
+    MT_TRY(mt_parallel_linear_backward(ctx, &head, dlogits, dx, &x_saved));
+    return record_rows(w, "dx", dx);
+}
+
 static const struct {
     const char *name;
     mt_status (*run)(worker *w, int sequence_parallel);
@@ -866,7 +902,8 @@ static const struct {
               {"attention", attention},
               {"transformer layer", transformer_layer},
               {"embedding", embedding},
-              {"cross-entropy", cross_entropy}};
+              {"cross-entropy", cross_entropy},
+              {"softmax", softmax}};
 #define LAYERS (int)(sizeof layers / sizeof *layers)
 
 static mt_status one_layer(worker *w) {

@@ -1281,6 +1281,204 @@ static void test_cross_entropy_on_every_split(void **state) {
     for (size_t i = 0; i < SPLITS; i++) test_launch(splits[i], loss_rank, cases);
 }
 
+/* ---- softmax over a vocabulary that is split ---------------------------------------------------------------------- */
+
+typedef struct softmax_case {
+    int64_t vocab, padded;
+    mt_dtype type; /* of the logits and dy; y and dx are f32 */
+    float scale;   /* of the logits */
+    double y_error, dx_error;
+} softmax_case;
+
+/* y of one row, in double precision. */
+static void softmax_reference(const double *x, int64_t n, int log_of_it, double *y) {
+    double top = -INFINITY, sum = 0;
+    for (int64_t j = 0; j < n; j++) top = fmax(top, x[j]);
+    for (int64_t j = 0; j < n; j++) sum += exp(x[j] - top);
+    for (int64_t j = 0; j < n; j++) y[j] = log_of_it ? x[j] - top - log(sum) : exp(x[j] - top) / sum;
+}
+
+/* dx of one row: central differences of the sum of dy y in double precision. */
+static void softmax_slopes(double *x, const float *dy, int64_t n, int log_of_it, double *dx) {
+    double y[64], h = 1e-5;
+    for (int64_t j = 0; j < n; j++) {
+        double at = x[j], value[2] = {0, 0};
+        for (int side = 0; side < 2; side++) {
+            x[j] = side ? at + h : at - h;
+            softmax_reference(x, n, log_of_it, y);
+            for (int64_t k = 0; k < n; k++) value[side] += (double)dy[k] * y[k];
+        }
+        x[j] = at;
+        dx[j] = (value[1] - value[0]) / (2 * h);
+    }
+}
+
+/* Rounds n numbers to a type, and returns this rank's columns of them, with NaN in the padding. */
+static mt_tensor columns_of(test_rank *r, float *whole, int64_t vocab, int64_t local, mt_dtype type) {
+    mt_tensor f = test_tensor(r, TOKENS, local, NAN), t = f;
+    int64_t first = local * r->grid.tp_rank, n = TOKENS * vocab;
+    uint16_t *narrow = (uint16_t *)test_floats(r, n, 0.0f);
+    if (type != MT_F32) mt_f32_to_16bit(type, whole, narrow, n), mt_f32_from_16bit(type, narrow, whole, n);
+    for (int64_t i = 0; i < TOKENS; i++)
+        for (int64_t j = 0; j < local && first + j < vocab; j++)
+            ((float *)f.data)[i * local + j] = whole[i * vocab + first + j];
+    if (type == MT_F32) return f;
+    t = mt_tensor_make(test_floats(r, TOKENS * local, 0.0f), type, TOKENS, local);
+    mt_f32_to_16bit(type, (const float *)f.data, (uint16_t *)t.data, TOKENS * local);
+    return t;
+}
+
+/* Compares this rank's columns with whole rows. Padding must be 0. */
+static mt_status columns_are(test_rank *r, const char *what, mt_tensor got, const double *whole, int64_t vocab,
+                             double error) {
+    for (int64_t e = 0; e < TOKENS * got.cols; e++) {
+        int64_t j = got.cols * r->grid.tp_rank + e % got.cols;
+        double want = j < vocab ? whole[e / got.cols * vocab + j] : 0.0;
+        MT_TRY(test_near(what, (const float *)got.data + e, &want, 1, j < vocab ? error * fmax(1.0, fabs(want)) : 0.0));
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status softmax_forward(test_rank *r, const softmax_case *c, int log_of_it, mt_tensor x, mt_tensor y) {
+    if (log_of_it) return mt_vocab_parallel_log_softmax_forward(r->ctx, r->grid.tp, c->vocab, c->padded, x, y);
+    return mt_vocab_parallel_softmax_forward(r->ctx, r->grid.tp, c->vocab, c->padded, x, y);
+}
+
+static mt_status softmax_backward(test_rank *r, const softmax_case *c, int log_of_it, mt_tensor y, mt_tensor dy,
+                                  mt_tensor dx) {
+    if (log_of_it) return mt_vocab_parallel_log_softmax_backward(r->ctx, r->grid.tp, c->vocab, c->padded, y, dy, dx);
+    return mt_vocab_parallel_softmax_backward(r->ctx, r->grid.tp, c->vocab, c->padded, y, dy, dx);
+}
+
+/* Values, gradients and communication of a case, then the same in place, in the type of the logits. */
+static mt_status softmax_check(test_rank *r, const softmax_case *c, int log_of_it) {
+    int64_t local = test_ceil(c->padded ? c->padded : c->vocab, r->grid.tp_size), n = TOKENS * c->vocab;
+    float *whole = test_noise(r, n, 5, c->scale), *up = test_noise(r, n, 6, 1.0f);
+    mt_tensor x = columns_of(r, whole, c->vocab, local, c->type), dy = columns_of(r, up, c->vocab, local, c->type);
+    mt_tensor y = test_tensor(r, TOKENS, local, NAN), dx = test_tensor(r, TOKENS, local, NAN);
+    mt_tensor narrow = test_tensor(r, TOKENS, local, NAN);
+    double want[TOKENS * 64], slopes[TOKENS * 64], row[64];
+    double rounding = c->type == MT_F32 ? 0.0 : c->type == MT_BF16 ? 1.0 / 256 : 1.0 / 2048;
+    mt_ledger ledger = {{0}, {0}};
+    size_t mark = mt_arena_mark(r->ctx);
+    for (int64_t i = 0; i < TOKENS; i++) {
+        for (int64_t j = 0; j < c->vocab; j++) row[j] = (double)whole[i * c->vocab + j];
+        softmax_reference(row, c->vocab, log_of_it, want + i * c->vocab);
+        softmax_slopes(row, up + i * c->vocab, c->vocab, log_of_it, slopes + i * c->vocab);
+    }
+    mt_comm_ledger_reset(r->grid.tp);
+    MT_TRY(softmax_forward(r, c, log_of_it, x, y));
+    count(&ledger, MT_ALL_GATHER, r->grid.tp_size * TOKENS * 2);
+    MT_TRY(check_ledger(r, "softmax forward", ledger));
+    MT_TRY(columns_are(r, "softmax", y, want, c->vocab, c->y_error));
+    mt_comm_ledger_reset(r->grid.tp);
+    MT_TRY(softmax_backward(r, c, log_of_it, y, dy, dx));
+    memset(&ledger, 0, sizeof ledger);
+    count(&ledger, MT_ALL_REDUCE, TOKENS);
+    MT_TRY(check_ledger(r, "softmax backward", ledger));
+    MT_TRY(columns_are(r, "the gradient of softmax", dx, slopes, c->vocab, c->dx_error));
+    MT_TRY(softmax_forward(r, c, log_of_it, x, x));
+    MT_TRY(mt_convert(r->ctx, x, narrow));
+    MT_TRY(columns_are(r, "softmax in place", narrow, want, c->vocab, c->y_error + rounding));
+    MT_TRY(softmax_backward(r, c, log_of_it, y, dy, dy));
+    MT_TRY(mt_convert(r->ctx, dy, narrow));
+    MT_TRY(columns_are(r, "the gradient of softmax in place", narrow, slopes, c->vocab, c->dx_error + rounding));
+    CHECK(mt_arena_mark(r->ctx) == mark);
+    return MT_SUCCESS;
+}
+
+static const softmax_case softmax_cases[] = {
+    {48, 0, MT_F32, 3, 1e-6, 1e-6}, {37, 0, MT_F32, 3, 1e-6, 1e-6},   {5, 0, MT_F32, 3, 1e-6, 1e-6},
+    {1, 0, MT_F32, 3, 1e-6, 1e-6},  {5, 64, MT_F32, 3, 1e-6, 1e-6},   {37, 48, MT_BF16, 3, 1e-6, 1e-6},
+    {37, 0, MT_F16, 3, 1e-6, 1e-6}, {37, 0, MT_F32, 300, 1e-6, 1e-5}, {5, 0, MT_BF16, 3, 1e-6, 1e-6}};
+
+static mt_status softmax_rank(mt_comm *world, void *user) {
+    test_rank r;
+    mt_status status = test_rank_open(world, (mt_grid_desc){.tp = mt_comm_size(world)}, NULL, &r);
+    (void)user;
+    for (size_t i = 0; status == MT_SUCCESS && i < 2 * sizeof softmax_cases / sizeof *softmax_cases; i++) {
+        const softmax_case *c = &softmax_cases[i / 2];
+        status = test_rank_renew(&r);
+        if (status == MT_SUCCESS) status = softmax_check(&r, c, i % 2);
+        if (status == MT_ERR_DATA)
+            fprintf(stderr, "vocab %lld, padded %lld, %s, log %d on %d ranks\n", (long long)c->vocab,
+                    (long long)c->padded, mt_dtype_name(c->type), (int)(i % 2), mt_comm_size(world));
+    }
+    test_rank_close(&r);
+    return status;
+}
+
+/* With 5 columns on 4 ranks, one of them has padding only, and so have most of them with 64 columns for a vocabulary of
+   5. */
+static void test_softmax_on_every_split(void **state) {
+    (void)state;
+    for (size_t i = 0; i < SPLITS; i++) test_launch(splits[i], softmax_rank, NULL);
+}
+
+enum { WORDS = 37, WORDS_PADDED = 44 };
+
+/* A loss of the program's own: distillation. With p_t and p_s, the softmax of a teacher's and of a student's logits,
+   the loss of a token is KL(p_t || p_s) = sum of p_t (log p_t - log p_s). Writes to loss [1, 1] `scale` times the sum
+   over the tokens, and to dstudent its gradient. All tensors have this rank's columns of the vocabulary. */
+static mt_status distill(test_rank *r, float scale, mt_tensor teacher, mt_tensor student, mt_tensor loss,
+                         mt_tensor dstudent) {
+    mt_context *ctx = r->ctx;
+    mt_comm *tp = r->grid.tp;
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor p_t, log_t, log_s;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, student.rows, student.cols, &p_t));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, student.rows, student.cols, &log_t));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, student.rows, student.cols, &log_s));
+    MT_TRY(mt_vocab_parallel_softmax_forward(ctx, tp, WORDS, WORDS_PADDED, teacher, p_t));
+    MT_TRY(mt_vocab_parallel_log_softmax_forward(ctx, tp, WORDS, WORDS_PADDED, teacher, log_t));
+    MT_TRY(mt_vocab_parallel_log_softmax_forward(ctx, tp, WORDS, WORDS_PADDED, student, log_s));
+    MT_TRY(mt_scale_add(ctx, -scale, mt_none(), log_s, scale, mt_none(), log_t)); /* scale (log p_t - log p_s) */
+    MT_TRY(mt_multiply(ctx, p_t, log_t, log_t));
+    MT_TRY(mt_fill(ctx, loss, 0.0f));
+    MT_TRY(mt_sum(ctx, log_t, loss)); /* of this rank's columns */
+    MT_TRY(mt_all_reduce(ctx, tp, loss.data, loss.data, 1, MT_F32, MT_SUM));
+    MT_TRY(mt_scale_add(ctx, -scale, mt_none(), p_t, 0.0f, mt_none(), p_t)); /* the gradient of log p_s */
+    MT_TRY(mt_vocab_parallel_log_softmax_backward(ctx, tp, WORDS, WORDS_PADDED, log_s, p_t, dstudent));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+/* The gradient is scale (p_s - p_t). The teacher's logits are 16-bit, and so is the student's gradient. */
+static mt_status distillation_rank(mt_comm *world, void *user) {
+    const float scale = 0.25f;
+    test_rank r;
+    double row[WORDS], p[2][WORDS], value = 0.0, slopes[TOKENS * WORDS];
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = mt_comm_size(world)}, NULL, &r));
+    int64_t local = test_ceil(WORDS_PADDED, r.grid.tp_size);
+    float *x[2] = {test_noise(&r, TOKENS * WORDS, 5, 4.0f), test_noise(&r, TOKENS * WORDS, 6, 4.0f)};
+    mt_tensor teacher = columns_of(&r, x[0], WORDS, local, MT_BF16);
+    mt_tensor student = columns_of(&r, x[1], WORDS, local, MT_F32), loss = test_tensor(&r, 1, 1, NAN);
+    mt_tensor got = test_tensor(&r, TOKENS, local, NAN);
+    (void)user;
+    for (int64_t i = 0; i < TOKENS; i++) {
+        for (int s = 0; s < 2; s++) {
+            for (int j = 0; j < WORDS; j++) row[j] = (double)x[s][i * WORDS + j];
+            softmax_reference(row, WORDS, 0, p[s]);
+        }
+        for (int j = 0; j < WORDS; j++) value += (double)scale * p[0][j] * log(p[0][j] / p[1][j]);
+        for (int j = 0; j < WORDS; j++) slopes[i * WORDS + j] = (double)scale * (p[1][j] - p[0][j]);
+    }
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, teacher, MT_SPLIT_COLS));
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, student, MT_SPLIT_COLS));
+    MT_TRY(distill(&r, scale, teacher, student, loss, got));
+    MT_TRY(test_near("the loss of distillation", (const float *)loss.data, &value, 1, 1e-5 * value));
+    MT_TRY(columns_are(&r, "the gradient of distillation", got, slopes, WORDS, 1e-6));
+    MT_TRY(distill(&r, scale, teacher, student, loss, student)); /* in place of the logits */
+    MT_TRY(columns_are(&r, "the gradient of distillation in place", student, slopes, WORDS, 1e-6));
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_distillation(void **state) {
+    (void)state;
+    for (size_t i = 0; i < SPLITS; i++) test_launch(splits[i], distillation_rank, NULL);
+}
+
 /* ---- gradients: sync, norm, clip --------------------------------------------------------------------------------- */
 
 typedef struct sync_case {
@@ -2444,6 +2642,36 @@ static void test_cross_entropy_refuses(void **state) {
     entropy_close(&e);
 }
 
+/* Each tensor has the columns of the padded vocabulary. */
+static void test_softmax_refuses(void **state) {
+    mt_tensor x, y, z, wide;
+    test_rank r;
+    (void)state;
+    open_alone(&r);
+    x = test_tensor(&r, 2, 16, 7.0f), y = test_tensor(&r, 2, 16, 7.0f), z = test_tensor(&r, 2, 16, 7.0f);
+    wide = with_shape(x, 2, 10, 16);
+#define BOTH_REFUSE(status, words, tp, vocab, padded, a, b, c)                                                         \
+    REFUSED(r.ctx, status, "mt_vocab_parallel_softmax_forward: |" words,                                               \
+            mt_vocab_parallel_softmax_forward(r.ctx, tp, vocab, padded, a, c));                                        \
+    REFUSED(r.ctx, status, "mt_vocab_parallel_log_softmax_backward: |" words,                                          \
+            mt_vocab_parallel_log_softmax_backward(r.ctx, tp, vocab, padded, a, b, c))
+    BOTH_REFUSE(MT_ERR_ARGUMENT, "tp is NULL", NULL, 10, 16, x, y, z);
+    BOTH_REFUSE(MT_ERR_ARGUMENT, "vocab is 0, must be from 1", r.grid.tp, 0, 16, x, y, z);
+    BOTH_REFUSE(MT_ERR_ARGUMENT, "padded_vocab is 9, must be from 10", r.grid.tp, 10, 9, x, y, z);
+    BOTH_REFUSE(MT_ERR_SHAPE, "is [2, 10], must be [2, 16]", r.grid.tp, 10, 16, wide, y, z);
+    BOTH_REFUSE(MT_ERR_SHAPE, "is [2, 10], must be [2, 16]", r.grid.tp, 10, 16, x, y, wide);
+    BOTH_REFUSE(MT_ERR_SHAPE, "is [1, 16], must be [2, 16]", r.grid.tp, 10, 16, x, y, mt_tensor_rows(z, 0, 1));
+    BOTH_REFUSE(MT_ERR_DTYPE, "is i32", r.grid.tp, 10, 16, x, y, with_dtype(z, MT_I32));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "dy is [2, 10], must be [2, 16]",
+            mt_vocab_parallel_softmax_backward(r.ctx, r.grid.tp, 10, 16, x, wide, z));
+    assert_int_equal(mt_vocab_parallel_softmax_forward(NULL, r.grid.tp, 10, 16, x, y), MT_ERR_ARGUMENT);
+    assert_int_equal(mt_vocab_parallel_softmax_backward(NULL, r.grid.tp, 10, 16, x, y, z), MT_ERR_ARGUMENT);
+    test_untouched("x", x.data, 32, 7.0f);
+    test_untouched("y", y.data, 32, 7.0f);
+    test_untouched("z", z.data, 32, 7.0f);
+    test_paper_rank_close(&r);
+}
+
 static void test_cross_entropy_forward_refuses(void **state) {
     mt_cross_entropy_desc d = {.vocab = 10};
     mt_cross_entropy_saved saved = {0};
@@ -3517,6 +3745,9 @@ int main(void) {
         cmocka_unit_test(test_checks_of_blocks),
         cmocka_unit_test(test_embedding_on_every_split),
         cmocka_unit_test(test_cross_entropy_on_every_split),
+        cmocka_unit_test(test_softmax_on_every_split),
+        cmocka_unit_test(test_distillation),
+        cmocka_unit_test(test_softmax_refuses),
         cmocka_unit_test(test_sync_gradients),
         cmocka_unit_test(test_grad_norm_counts_each_element_once),
         cmocka_unit_test(test_clip_coefficient),

@@ -1,21 +1,14 @@
 /* ---- sampling from a vocabulary shard ---------------------------------------------------------------------------- */
 
 #pragma once
-#include "vocab.h"
-#include "sharding.c"
+#include "vocab.c"
 
 static mt_status mti_sample_check(mt_context *ctx, const char *function, mt_comm *tp, int64_t vocab,
                                   int64_t padded_vocab, const mt_sample_desc *desc, mt_tensor logits) {
-    int64_t shards;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!tp || !desc) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, tp ? "desc" : "tp");
     MT_TRY(mt_check_integer(ctx, function, NULL, "vocab", vocab, 1, INT32_MAX));
-    if (padded_vocab) MT_TRY(mt_check_integer(ctx, function, NULL, "padded_vocab", padded_vocab, vocab, INT32_MAX));
-    MT_TRY(mti_expect_shards(ctx, function, tp));
-    shards = mti_shards(ctx, tp);
-    return mt_tensor_check(
-        ctx, function, "logits", logits, MT_ARG_FLOAT, logits.rows,
-        shards * mti_shard_features(mti_padded(vocab, padded_vocab), 1, 1, (int)shards * mt_comm_size(tp)));
+    return mti_expect_local_vocab(ctx, function, tp, vocab, padded_vocab, "logits", logits, logits.rows);
 }
 
 /* The columns of a rank have consecutive ids, also in invariant mode: the padding of its virtual shards is at the end

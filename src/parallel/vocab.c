@@ -101,24 +101,35 @@ static mt_cross_entropy_shard_desc mti_cross_entropy_shard(mt_comm *tp, const mt
     return part;
 }
 
+/* Checks padded_vocab, and that t has `rows` rows, and the columns of this rank's share of the vocabulary. */
+static mt_status mti_expect_local_vocab(mt_context *ctx, const char *function, mt_comm *tp, int64_t vocab,
+                                        int64_t padded_vocab, const char *name, mt_tensor t, int64_t rows) {
+    int shards;
+    if (padded_vocab) MT_TRY(mt_check_integer(ctx, function, NULL, "padded_vocab", padded_vocab, vocab, INT32_MAX));
+    MT_TRY(mti_expect_shards(ctx, function, tp));
+    shards = mti_shards(ctx, tp);
+    return mt_tensor_check(ctx, function, name, t, MT_ARG_FLOAT, rows,
+                           shards *
+                               mti_shard_features(mti_padded(vocab, padded_vocab), 1, 1, shards * mt_comm_size(tp)));
+}
+
+/* Checks that statistics of all shards, up to four for each row, can be counted. */
+static mt_status mti_expect_countable(mt_context *ctx, const char *function, mt_comm *tp, int64_t rows) {
+    int64_t shards = (int64_t)mti_shards(ctx, tp) * mt_comm_size(tp);
+    if (mt_size_mul(rows, 32 * shards) >= 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %lld tokens of %lld shards have more scalars than can be counted",
+                   function, (long long)rows, (long long)shards);
+}
+
 /* The checks that forward and backward share. */
 static mt_status mti_cross_entropy_check(mt_context *ctx, const char *function, mt_comm *tp,
                                          const mt_cross_entropy_desc *desc, mt_tensor logits) {
-    int shards;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!tp || !desc) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, tp ? "desc" : "tp");
     MT_TRY(mt_check_integer(ctx, function, NULL, "vocab", desc->vocab, 1, INT32_MAX));
     MT_TRY(mt_check_float(ctx, function, NULL, "label_smoothing", desc->label_smoothing, MT_FLOAT_PROBABILITY));
-    if (desc->padded_vocab)
-        MT_TRY(mt_check_integer(ctx, function, NULL, "padded_vocab", desc->padded_vocab, desc->vocab, INT32_MAX));
-    MT_TRY(mti_expect_shards(ctx, function, tp));
-    shards = mti_shards(ctx, tp);
-    MT_TRY(mt_tensor_check(
-        ctx, function, "logits", logits, MT_ARG_FLOAT, logits.rows,
-        shards * mti_shard_features(mti_padded(desc->vocab, desc->padded_vocab), 1, 1, shards * mt_comm_size(tp))));
-    if (mt_size_mul(logits.rows, 32 * (int64_t)shards * mt_comm_size(tp)) >= 0) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %lld tokens of %lld shards have more scalars than can be counted",
-                   function, (long long)logits.rows, (long long)shards * mt_comm_size(tp));
+    MT_TRY(mti_expect_local_vocab(ctx, function, tp, desc->vocab, desc->padded_vocab, "logits", logits, logits.rows));
+    return mti_expect_countable(ctx, function, tp, logits.rows);
 }
 
 /* Computes loss and lse. One all-gather has four scalars for each token and shard. Megatron-LM uses three all-reduces:
