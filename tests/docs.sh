@@ -153,7 +153,8 @@ checking_communication() {
 # The pipeline of docs/many-ranks.md learns. The losses of its micro-batches are the same on 1, 2 and 4 stages, up
 # to rounding.
 pipeline_program() {
-    program_of docs/many-ranks.md >"$work/pipe.c"
+    sed -n '/^## Pipelines$/,$p' docs/many-ranks.md >"$work/pipelines.md"
+    program_of "$work/pipelines.md" >"$work/pipe.c"
     builds pipe || return 1
     for stages in 1 2 4; do
         "$work/pipe" $stages >"$work/pipe$stages.txt" || return 1
@@ -165,6 +166,20 @@ pipeline_program() {
             END { print NR " steps: " first " -> " $7; exit !(NR == 40 && !wrong && $7 > 0 && $7 < first / 3) }' ||
             return 1
     done
+}
+
+# So does the program over a transport of its own, whose ranks are processes. It is short.
+transport_program() {
+    sed -n '/^## A transport of your own$/,$p' docs/many-ranks.md >"$work/transport.md"
+    program_of "$work/transport.md" >"$work/transport.c"
+    [ "$(wc -l <"$work/transport.c")" -le 60 ] || { wc -l "$work/transport.c"; return 1; }
+    sed -i.bak '1i\
+#define _DEFAULT_SOURCE
+' "$work/transport.c"
+    builds transport && "$work/transport" >"$work/transport.txt" || return 1
+    awk 'NR == 1 { first = $2 }
+        END { print NR " steps: " first " -> " $2; exit !(NR == 50 && first > 0.1 && $2 > 0 && $2 < first / 10) }' \
+        "$work/transport.txt"
 }
 
 # links_of PAGE: the targets of all [text](target) outside code
@@ -203,6 +218,7 @@ chapters() {
 check "the first program is the same in README.md and megatron.h, compiles and learns" first_program
 check "the program of docs/own-weights.md computes the same on 1, 2 and 4 ranks" own_weights_program
 check "the pipeline of docs/many-ranks.md computes the same on 1, 2 and 4 stages" pipeline_program
+check "the program of docs/many-ranks.md with a transport of its own learns" transport_program
 check "the program of docs/checking.md prints what the page says" checking_program
 check "the program of docs/checking.md that compares values prints what the page says" comparing_program
 check "the fragments of docs/checking.md work in its program" checking_fragments

@@ -148,13 +148,20 @@ static inline void test_quiet(void *user, mt_log_level level, const char *messag
 }
 #endif
 
-/* Runs f on threads (mt_launch), or with MT_TEST_OVER_MPI on processes (see tests/mpi/over_mpi.h). bytes is the size of
-   *user when ranks write to it. */
+/* Runs f on threads (mt_launch), with MT_TEST_OVER_MPI on processes (see tests/mpi/over_mpi.h), or with
+   MT_TEST_OVER_SOCKETS over a transport of the tests (mt_test_over_sockets.h). bytes is the size of *user when ranks
+   write to it. TEST_OVER_MESSAGES: 1 when ranks know of each other only by messages. */
 #if defined(MT_TEST_OVER_MPI)
 #define TEST_OVER_MPI 1
+#define TEST_OVER_MESSAGES 1
 #include "mpi/over_mpi.h"
+#elif defined(MT_TEST_OVER_SOCKETS)
+#define TEST_OVER_MPI 0
+#define TEST_OVER_MESSAGES 1
+#include "mt_test_over_sockets.h"
 #elif defined(MT_COMM_H)
 #define TEST_OVER_MPI 0
+#define TEST_OVER_MESSAGES 0
 static inline mt_status test_run(const mt_launch_desc *desc, mt_rank_function f, void *user, size_t bytes) {
     (void)bytes;
     return mt_launch(desc, f, user);

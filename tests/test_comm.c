@@ -467,7 +467,7 @@ static void test_meta_threads(void **state) {
     size_t i;
     int kind;
     (void)state;
-    if (TEST_OVER_MPI) {
+    if (TEST_OVER_MESSAGES) {
         assert_int_equal(run_ranks(3, meta_process, NULL), MT_SUCCESS);
         return;
     }

@@ -361,7 +361,7 @@ static void test_two_wait(void **state) {
     }
     assert_int_equal(f.status[0], MT_ERR_TIMEOUT);
     assert_int_equal(f.status[1], MT_ERR_TIMEOUT);
-    if (!TEST_OVER_MPI) assert_string_equal(f.text[0], f.text[1]);
+    if (!TEST_OVER_MESSAGES) assert_string_equal(f.text[0], f.text[1]);
     assert_said(f.text[0], "all_reduce(count 4, f32, sum)");
     assert_said(f.text[0], "broadcast(count 6, f32, root 2)");
     assert_said(f.text[0], "for rank 2, which has not called anything here yet");
@@ -438,7 +438,7 @@ static void check_p2p(const fault *f, mt_status a, mt_status b, const char *said
     assert_said(f->text[0], said);
     assert_said(f->text[0], also);
     /* two processes that time out at the same moment have different messages */
-    if (b != MT_SUCCESS && !(TEST_OVER_MPI && b == MT_ERR_TIMEOUT)) assert_string_equal(f->text[0], f->text[1]);
+    if (b != MT_SUCCESS && !(TEST_OVER_MESSAGES && b == MT_ERR_TIMEOUT)) assert_string_equal(f->text[0], f->text[1]);
 }
 
 static void assert_p2p(int kind, double timeout, mt_status a, mt_status b, const char *said, const char *also) {
@@ -452,7 +452,7 @@ static void assert_p2p(int kind, double timeout, mt_status a, mt_status b, const
 static void assert_apart(int kind, const char *said) {
     const char *also = "rank 1 called all_reduce(count 4, f32, sum)";
     fault f;
-    if (!TEST_OVER_MPI) {
+    if (!TEST_OVER_MESSAGES) {
         assert_p2p(kind, TEST_NEVER_OVER, MT_ERR_MISMATCH, MT_ERR_MISMATCH, said, also);
         return;
     }
@@ -706,7 +706,7 @@ static void test_launch_arguments(void **state) {
     assert_string_equal(f.lines[0], "rank 1 of 3: MT_ERR_IO: input/output error");
 }
 
-#if !TEST_OVER_MPI
+#if !TEST_OVER_MESSAGES
 /* Ranks 1 and 2 refuse alike, rank 0 with other words, and rank 3 waits for them. */
 static mt_status refusing_rank(mt_comm *world, void *user) {
     mt_context *ctx = new_context(world);
@@ -849,7 +849,7 @@ int main(void) {
         cmocka_unit_test(test_third_leaves),
         cmocka_unit_test(test_arguments),
         cmocka_unit_test(test_launch_arguments),
-#if !TEST_OVER_MPI
+#if !TEST_OVER_MESSAGES
         cmocka_unit_test(test_a_refusal_is_reported_once),
         cmocka_unit_test(test_no_threads),
         cmocka_unit_test(test_no_helper_threads),

@@ -187,7 +187,7 @@ static void test_without_data(void **state) {
     check_fault((faulty){dp, RATE, .rank = 1, .words = "mt_optimizer_step: lr is replicated |" OVER_DATA});
 }
 
-#if !TEST_OVER_MPI /* on MT_DEVICE_META, only threads communicate */
+#if !TEST_OVER_MESSAGES /* on MT_DEVICE_META, only threads communicate */
 enum {
     UNLIKE_NOTHING,
     UNLIKE_KNOWN, /* rank 1 does not know that it has other columns, and so not whether it has the same rows */
@@ -1274,7 +1274,7 @@ int main(void) {
         cmocka_unit_test(test_ranks_in_other_modes),
         cmocka_unit_test(test_two_shared_embeddings),
         cmocka_unit_test(test_a_gather_of_rows),
-#if !TEST_OVER_MPI
+#if !TEST_OVER_MESSAGES
         cmocka_unit_test(test_views_without_data),
         cmocka_unit_test(test_gradients_of_one_rank),
 #endif

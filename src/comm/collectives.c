@@ -508,7 +508,6 @@ static mt_status mti_move(mt_context *ctx, const mt_comm *comm, const mti_call *
     }
 }
 
-#if MTI_NCCL || MTI_MPI
 /* A buffer of `whole` elements, divided into one piece per rank. Piece r begins at element stride * r and has n
    elements, or fewer at the end of the buffer. */
 typedef struct mti_pieces {
@@ -546,7 +545,6 @@ static size_t mti_pieces_most(const mt_comm *comm, const mti_call *call, size_t 
     size_t element = mt_dtype_size(call->dtype), line = MTI_LINE / element;
     return bytes / element / (size_t)comm->size / line * line;
 }
-#endif
 
 /* -- one call -- */
 

@@ -15,7 +15,8 @@
    MT_ERR_MISMATCH     ranks made different calls
    MT_ERR_TIMEOUT      a rank did not call in time
    MT_ERR_PEER         a rank left the group or failed
-   MT_ERR_UNSUPPORTED  the ranks are not connected (see mt_world_from_env), or are over MPI with contexts on GPUs;
+   MT_ERR_UNSUPPORTED  the ranks are not connected (see mt_world_from_env), or are over MPI or over a transport of the
+                       program with contexts on GPUs;
                        this process was forked after comm was created;
                        on GPUs also: a reduction in the tree over more than 64 ranks, or between GPUs of this process
                        that cannot access each other's memory
@@ -44,7 +45,7 @@ MT_API mt_status mt_barrier(mt_context *ctx, mt_comm *comm);
    and pipelines do not deadlock. Its buffers must not overlap. When dst and src are this rank itself, the call copies,
    and the buffers may be the same. dst == -1 sends nothing and ignores sendcount; src == -1 receives nothing and
    ignores recvcount. When the other rank is in a collective of the same communicator, both get an error: between
-   threads MT_ERR_MISMATCH at once, over MPI MT_ERR_TIMEOUT. */
+   threads MT_ERR_MISMATCH at once, over MPI and over a transport of the program MT_ERR_TIMEOUT. */
 MT_API mt_status mt_send(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t count, mt_dtype dtype, int dst);
 MT_API mt_status mt_recv(mt_context *ctx, mt_comm *comm, void *recvbuf, size_t count, mt_dtype dtype, int src);
 MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t sendcount, int dst,

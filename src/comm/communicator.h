@@ -31,9 +31,9 @@ MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out)
 
 /* Destroys a communicator: this rank leaves the group. Peers that still wait for this rank get MT_ERR_PEER. NULL is
    allowed. When ranks are threads, the call does not wait. Over NCCL it waits for the communicator's work in the
-   stream, at most for the timeout. Over MPI, the communicator from mt_comm_create_mpi and the groups split from it
-   belong together: only the call that destroys the last of them waits. It waits until every other rank has also
-   destroyed its last one, at most for the timeout, or for 2 s after an error. */
+   stream, at most for the timeout. A communicator from mt_comm_create_mpi or mt_comm_create_transport and the groups
+   split from it belong together: only the call that destroys the last of them waits. It waits until every other rank
+   has also destroyed its last one, at most for the timeout, or for 2 s after an error. */
 MT_API void mt_comm_destroy(mt_comm *comm);
 
 /* Properties of a communicator. mt_comm_last_error returns the message of the last error, or "" when no call has
@@ -49,5 +49,6 @@ MT_API const char *mt_comm_last_error(const mt_comm *comm);
 /* Returns the number of this rank among the ranks of its machine, from 0, for choosing a GPU. For threads it is the
    rank in the world. Over MPI it counts the ranks with the same processor name. For other processes of
    mt_world_from_env it is the launcher's local rank, or the rank when the launcher sets none. mt_comm_split and
-   mt_comm_create_for pass the number on. After mt_comm_create_nccl and mt_comm_create_nccl_id it is the rank. */
+   mt_comm_create_for pass the number on. After mt_comm_create_nccl, mt_comm_create_nccl_id and
+   mt_comm_create_transport it is the rank. */
 MT_API int mt_comm_local_rank(const mt_comm *comm);

@@ -12,7 +12,7 @@
    needs, and the device needs arena_bytes + mt_context_allocated in all. The context also keeps a trace of the step,
    from which mt_plan_step in mt_parallel.h predicts its time. To check all ranks of a program, run them as threads
    (mt_launch), each with a context on MT_DEVICE_META: they meet in every call, and the calls of the ranks are compared,
-   but no data moves. Communicators over MPI and NCCL have no contexts on MT_DEVICE_META. */
+   but no data moves. Communicators over MPI, NCCL and transports of the program have no contexts on MT_DEVICE_META. */
 typedef enum mt_device { MT_DEVICE_CPU = 0, MT_DEVICE_CUDA = 1, MT_DEVICE_META = 2 } mt_device;
 
 /* Allocates memory on the context's device. Set both functions or neither. alloc returns memory aligned to `alignment`

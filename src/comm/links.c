@@ -1,4 +1,4 @@
-/* ---- ranks that exchange messages -------------------------------------------------------------------------------- */
+/* ---- ranks that exchange messages: over MPI, or a transport of the program --------------------------------------- */
 
 #pragma once
 #include "thread_calls.c"
@@ -15,9 +15,9 @@
 
    Notices are messages between ports that say at any time that a group has broken or a rank has left. No wait for a
    rank blocks: requests are tested until they are done, the timeout has expired, or a notice says that they will never
-   be done. What sends and receives the messages is the wire of the port: MPI (mpi.c). */
+   be done. What sends and receives the messages is the wire of the port: MPI (mpi.c), or the streams of bytes that a
+   transport of the program moves (streams.c). */
 
-#if MTI_MPI
 /* Bytes of data behind a header: the message is smaller than 4 KiB, which MPI libraries send eagerly. */
 #define MTI_LINK_SMALL ((size_t)3968)
 #define MTI_LINK_SCRATCH ((size_t)4 << 20)  /* bytes per group for received pieces; only used pages take memory */
@@ -67,7 +67,9 @@ typedef struct mti_request {
 #if MTI_MPI
     MPI_Request mpi;
 #endif
-    int sends;
+    struct mti_request *next; /* the fields below are for streams.c */
+    size_t moved;
+    int sends, over;
 } mti_request;
 
 struct mti_port;
@@ -899,4 +901,3 @@ static const mti_transport mti_linked = {1,
                                          mti_link_split,
                                          mti_link_leave,
                                          mti_link_destroy};
-#endif

@@ -40,11 +40,12 @@ typedef struct mt_nccl_id {
 
 /* Creates a communicator with the same ranks as `world`, over NCCL where possible. ctx is this rank's context. *out has
    the name and the timeout of world; the caller destroys it, and world stays usable. Collective over world, which comes
-   from mt_world_from_env, mt_launch, mt_comm_create_local or mt_comm_create_mpi, or was split from such a communicator.
+   from mt_world_from_env, mt_launch, mt_comm_create_local, mt_comm_create_mpi or mt_comm_create_transport, or was split
+   from such a communicator.
    Ranks that are threads: *out is over NCCL when NCCL is built and each rank has its own GPU. Otherwise *out is a new
    group of threads, like world.
-   Processes over MPI: *out is over NCCL when NCCL is built and all contexts are on GPUs. Each process then needs its
-   own GPU, or NCCL fails. Otherwise *out is over MPI, like world.
+   Processes over MPI, and ranks over a transport of the program: *out is over NCCL when NCCL is built and all contexts
+   are on GPUs. Each process then needs its own GPU, or NCCL fails. Otherwise *out is like world.
    Processes without MPI: *out is over NCCL. The ranks connect through NCCL_COMM_ID=host:port, an environment variable
    that mt_world_from_env sets when it can (see docs/many-ranks.md, "Launchers").
    Errors: MT_ERR_ARGUMENT (world is over NCCL or meta; processes without MPI: NCCL_COMM_ID is not set),

@@ -58,7 +58,7 @@ mti_say(mti_text *text, const char *format, ...) {
     if (n > 0) text->used += (size_t)n < left ? (size_t)n : left - 1;
 }
 
-#if MTI_NCCL || defined(MT_USE_MPI)
+#if MTI_NCCL || MTI_MPI
 /* Writes that rank 0 and rank r are of different versions (MT_VERSION_NUMBER). */
 static void mti_say_versions(mti_text *text, int first, int r, int other) {
     mti_say(text, "rank 0 is of megatron.h %d.%d.%d, but rank %d of %d.%d.%d: build all ranks with the same headers",
@@ -248,7 +248,6 @@ static void mti_pin(const int *core, int count) {
 #endif
 }
 
-#if MT_HAS_CUDA || MTI_MPI || MTI_COMPARES
 /* Called between two polls of a wait: yields the core, or sleeps for 50 us when the wait has lasted `soon` seconds. */
 static void mti_rest(double waited, double soon) {
     struct timespec nap = mti_timespec(50e-6);
@@ -257,7 +256,6 @@ static void mti_rest(double waited, double soon) {
     else nanosleep(&nap, NULL);
     mti_release(before);
 }
-#endif
 
 /* -- groups -- */
 
