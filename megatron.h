@@ -275,26 +275,17 @@ MT_API mt_status mt_parallel_mlp_backward(mt_context *ctx, mt_comm *tp, mt_tenso
 typedef struct mt_self_attention_desc {
     int64_t hidden, heads;
     int64_t kv_heads; /* number of query groups: heads for MHA, fewer for GQA; 0: heads */
-    mt_mask mask;     /* 0: MT_MASK_CAUSAL */
-    /* Base of rotary position embedding, usually 10000; 0: no rotary. By default each head is turned as a whole and in
-       halves, as in GPT-NeoX and Hugging Face's Llama. See rotary_form and rotary_dim */
-    float rotary_base;
+    /* mask, rotary, window, soft cap, ALiBi. rotary_form and rotary_dim must be 0 without rotary (MT_ERR_ARGUMENT) */
+    mt_scores_desc scores;
     int64_t max_seq;      /* tokens of the longest sequence; must be 0 without rotary (MT_ERR_ARGUMENT) */
     float dropout;        /* of attention probabilities */
     int64_t layer_number; /* selects the dropout masks; give each layer a number of its own */
     int no_bias;          /* 1: qkv and proj have no bias */
     /* advanced */
-    mt_qkv_layout qkv_layout;   /* 0: MT_QKV_PER_GROUP */
-    mt_rotary_form rotary_form; /* see mt_kernels.cuh; 0: MT_ROTARY_HALVES */
-    /* only the first rotary_dim features of a head are turned: the head size times Megatron's --rotary-percent; 0: all.
-       rotary_form and rotary_dim must be 0 without rotary (MT_ERR_ARGUMENT) */
-    int64_t rotary_dim;
-    int64_t window;        /* sliding window: position p attends to position j only if |p - j| < window; 0: none */
-    float softcap;         /* soft cap of the scores, see mt_attention_desc; 0: none */
-    int alibi;             /* 1: ALiBi (arXiv 2108.12409) with the slopes of mt_alibi_slopes */
-    int skip_bias_add;     /* as in mt_mlp_desc, for proj.bias */
-    int sequence_parallel; /* 1: x and y are [tokens / t, hidden] */
-    int recompute_core;    /* 1: backward runs core attention again, and saved does not keep out and lse */
+    mt_qkv_layout qkv_layout;        /* 0: MT_QKV_PER_GROUP */
+    int skip_bias_add;               /* as in mt_mlp_desc, for proj.bias */
+    int sequence_parallel;           /* 1: x and y are [tokens / t, hidden] */
+    int recompute_core;              /* 1: backward runs core attention again, and saved does not keep out and lse */
     float init_std, output_init_std; /* deviation of the initial weights of qkv and of proj; MT_ZERO: 0; 0: 0.02 */
     int add_to_dx;                   /* 1: backward adds to dx, see mt_linear_desc */
 } mt_self_attention_desc;
@@ -367,11 +358,11 @@ MT_API int64_t mt_self_attention_cache_groups(const mt_self_attention *attention
    invariant mode at least V (MT_ERR_SHAPE), because here nothing sums the gradients of copies. */
 typedef struct mt_self_attention_tensors {
     mt_linear_tensors qkv, separate[3], proj;
-    /* the table [max_seq, R] of mt_rotary_table, MT_F32, where R is desc.rotary_dim, or D if this is 0; mt_none() when
-       desc.rotary_base is 0 */
+    /* the table [max_seq, R] of mt_rotary_table, MT_F32, where R is desc.scores.rotary_dim, or D if this is 0;
+       mt_none() when desc.scores.rotary_base is 0 */
     mt_tensor rotary;
     /* [1, n], MT_F32: the slopes of this rank's n query heads, as mt_alibi_slopes computes them or others; mt_none()
-       when desc.alibi is 0. With alibi every rank passes memory, also one without heads (n is 0) */
+       when desc.scores.alibi is 0. With alibi every rank passes memory, also one without heads (n is 0) */
     mt_tensor alibi_slopes;
 } mt_self_attention_tensors;
 
@@ -422,11 +413,11 @@ MT_API mt_status mt_qk_norm_backward(mt_context *ctx, const mt_qk_norm *norm, mt
 /* Returns the desc that mt_core_attention_forward and mt_core_attention_backward need for the output of the layer `qkv`
    on this rank. The layer's parts and unit say which layout it computes: MT_QKV_PER_GROUP with 1 part and the unit
    (heads_per_group + 2) * head_dim, MT_QKV_CONCATENATED, with one query head per group, with 3 parts and the unit
-   head_dim. The field `groups` counts only this rank's non-empty groups. The mask is causal. lengths, cu_seqlens and
-   the bias are those of batch. dropout.at has this rank's first_row, first_col and global_cols, and dropout.p is 0. To
-   use dropout, copy p, at.seed, at.subsequence and at.offset from the result of mt_batch_dropout into dropout.
-   When a pointer is NULL, the layer has copies, or the parts and the unit are others, all fields of the result are 0,
-   and every call with it fails. For three layers (MT_QKV_SEPARATE) fill the desc yourself. */
+   head_dim. The field `groups` counts only this rank's non-empty groups. scores is zero: the mask is causal. lengths,
+   cu_seqlens and the bias are those of batch. dropout.at has this rank's first_row, first_col and global_cols, and
+   dropout.p is 0. To use dropout, copy p, at.seed, at.subsequence and at.offset from the result of mt_batch_dropout
+   into dropout. When a pointer is NULL, the layer has copies, or the parts and the unit are others, all fields of the
+   result are 0, and every call with it fails. For three layers (MT_QKV_SEPARATE) fill the desc yourself. */
 MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear *qkv, int64_t head_dim,
                                                 const mt_batch *batch);
 
@@ -491,7 +482,7 @@ typedef struct mt_cross_attention_desc {
     int64_t layer_number; /* selects the dropout masks. It may be that of a self-attention in the same layer */
     int no_bias;          /* 1: query, key, value and proj have no bias */
     /* advanced */
-    float softcap;                   /* soft cap of the scores, see mt_attention_desc; 0: none */
+    mt_scores_desc scores;           /* only softcap and scale; the others must be 0 (MT_ERR_ARGUMENT) */
     int skip_bias_add;               /* as in mt_mlp_desc, for proj.bias */
     int sequence_parallel;           /* 1: x and y are [queries / t, hidden], and memory is [keys / t, kv_hidden] */
     int recompute_core;              /* 1: backward runs core attention again, and saved does not keep out and lse */
@@ -582,26 +573,17 @@ typedef struct mt_transformer_layer_desc {
     mt_norm_kind norm;         /* 0: MT_LAYER_NORM */
     float norm_eps;            /* 0: 1e-5 */
     mt_activation activation;  /* 0: MT_GELU_TANH */
-    mt_mask mask;              /* 0: MT_MASK_CAUSAL */
-    float rotary_base;         /* base of rotary position embedding, usually 10000; 0: no rotary; see rotary_form */
+    mt_scores_desc scores;     /* mask, rotary, window, ALiBi of attention, see mt_self_attention_desc */
     int64_t max_seq;           /* tokens of the longest sequence; must be 0 without rotary (MT_ERR_ARGUMENT) */
     float attention_dropout, hidden_dropout; /* of attention probabilities; of the outputs of attention and MLP */
     int64_t layer_number;                    /* selects the dropout masks; give each layer a number of its own */
     int no_bias;                             /* 1: qkv, proj, fc1 and fc2 have no bias; a LayerNorm still has one */
     /* advanced */
     mt_qkv_layout qkv_layout; /* see mt_self_attention_desc; 0: MT_QKV_PER_GROUP */
-    /* As in mt_self_attention_desc: the features that rotary turns together (0: MT_ROTARY_HALVES), and the number of
-       features of a head that it turns (0: all) */
-    mt_rotary_form rotary_form;
-    int64_t rotary_dim;
-    /* As in mt_self_attention_desc: sliding window, soft cap of the scores and ALiBi (0: none) */
-    int64_t window;
-    float softcap;
-    int alibi;
-    int sequence_parallel;  /* 1: x and y are [tokens / t, hidden] */
-    mt_recompute recompute; /* 0: MT_RECOMPUTE_NONE */
-    float init_std;         /* standard deviation of the initial weights of qkv and fc1; MT_ZERO: 0; 0: 0.02 */
-    float output_init_std;  /* of proj and fc2; GPT-2 has 0.02 / sqrt(2 * layers); MT_ZERO: 0; 0: 0.02 */
+    int sequence_parallel;    /* 1: x and y are [tokens / t, hidden] */
+    mt_recompute recompute;   /* 0: MT_RECOMPUTE_NONE */
+    float init_std;           /* standard deviation of the initial weights of qkv and fc1; MT_ZERO: 0; 0: 0.02 */
+    float output_init_std;    /* of proj and fc2; GPT-2 has 0.02 / sqrt(2 * layers); MT_ZERO: 0; 0: 0.02 */
 } mt_transformer_layer_desc;
 
 typedef struct mt_transformer_layer {
@@ -937,8 +919,8 @@ MT_API mt_status mt_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_batc
    embeddings has none. */
 typedef struct mt_bert_desc {
     int64_t vocab, layers, max_seq; /* max_seq: tokens of the longest sequence */
-    /* Describes every layer, as in mt_gpt_desc. layer.mask is not read: tokens see all valid tokens of their sequence.
-       The original BERT has MT_POST_LN, MT_GELU_ERF and norm_eps 1e-12. MT_SWIGLU is MT_ERR_ARGUMENT */
+    /* Describes every layer, as in mt_gpt_desc. layer.scores.mask is not read: tokens see all valid tokens of their
+       sequence. The original BERT has MT_POST_LN, MT_GELU_ERF and norm_eps 1e-12. MT_SWIGLU is MT_ERR_ARGUMENT */
     mt_transformer_layer_desc layer;
     int no_binary_head; /* 1: without pooler and sentence order, as Megatron-LM's --bert-no-binary-head */
     /* advanced */
@@ -1041,10 +1023,10 @@ MT_API double mt_bert_flops(const mt_bert_desc *desc, int64_t sequences, int64_t
    be NULL (MT_ERR_ARGUMENT), because a GPT has a format of its own. The files describe the GPT in their metadata. Load
    and import return MT_ERR_DATA for files that describe a different GPT, even when all shapes agree (for example
    another number of heads, another activation, another window or another qkv_layout). Metadata without a qkv_layout,
-   rotary_form, rotary_dim, window, softcap or alibi mean 0.
+   rotary_form, rotary_dim, window, softcap, alibi or scale mean 0.
 
-   Hugging Face: A GPT of one of the two kinds below, without window, softcap and alibi, is stored with the names and
-   layouts of Hugging Face's transformers and a config.json, so that from_pretrained opens the directory of the
+   Hugging Face: A GPT of one of the two kinds below, without window, softcap, alibi and scale, is stored with the names
+   and layouts of Hugging Face's transformers and a config.json, so that from_pretrained opens the directory of the
    checkpoint. Its head may be tied or not.
      GPT2LMHeadModel   MT_PRE_LN, MT_LAYER_NORM, any activation except MT_SWIGLU, biases, learned positions, kv_heads
                        equal to heads, a causal mask
@@ -1065,8 +1047,8 @@ MT_API double mt_bert_flops(const mt_bert_desc *desc, int64_t sequences, int64_t
 MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_gpt *gpt,
                                           const mt_checkpoint_desc *desc, mt_checkpoint **out);
 
-/* The same for a BERT. With MT_POST_LN, MT_LAYER_NORM, biases and learned positions, without window, softcap and
-   alibi (the original BERT), the files have the names and layouts of transformers and a config.json:
+/* The same for a BERT. With MT_POST_LN, MT_LAYER_NORM, biases and learned positions, without window, softcap,
+   alibi and scale (the original BERT), the files have the names and layouts of transformers and a config.json:
    BertForPreTraining opens them or, with no_binary_head, BertForMaskedLM. Any other BERT is stored with the names,
    shapes and layouts of the registry.
    mt_checkpoint_import reads files of BertForPreTraining, BertForMaskedLM and BertModel, also with the older names of
@@ -1455,27 +1437,29 @@ static mt_status mti_qkv_layout_check(mt_context *ctx, const char *function, con
 
 /* The number of features of a head that rotary turns. */
 static int64_t mti_attention_rotary_dim(const mt_self_attention_desc *d) {
-    return d->rotary_dim ? d->rotary_dim : d->hidden / d->heads;
+    return d->scores.rotary_dim ? d->scores.rotary_dim : d->hidden / d->heads;
 }
 
-/* Checks max_seq, rotary_form and rotary_dim together with rotary_base. */
+/* Checks max_seq and the fields of scores together with rotary_base. */
 static mt_status mti_attention_rotary_check(mt_context *ctx, const char *function, const char *name,
                                             const mt_self_attention_desc *d) {
-    int64_t head_dim = d->hidden / d->heads;
-    if (d->rotary_base == 0.0f) {
-        if (d->max_seq == 0 && d->rotary_form != MT_ROTARY_HALVES)
+    const mt_scores_desc *s = &d->scores;
+    if (s->rotary_base == 0.0f) {
+        if (d->max_seq == 0 && s->rotary_form != MT_ROTARY_HALVES)
             return mt_fail(ctx, MT_ERR_ARGUMENT,
-                           "%s: '%s': rotary_form is MT_ROTARY_PAIRS, must be MT_ROTARY_HALVES without rotary_base",
+                           "%s: '%s': scores.rotary_form is MT_ROTARY_PAIRS, must be MT_ROTARY_HALVES without "
+                           "rotary_base",
                            function, name);
-        if (d->max_seq == 0 && d->rotary_dim == 0) return MT_SUCCESS;
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': %s is %lld, must be 0 without rotary_base", function, name,
-                       d->max_seq ? "max_seq" : "rotary_dim", (long long)(d->max_seq ? d->max_seq : d->rotary_dim));
+        if (d->max_seq == 0 && s->rotary_dim == 0) return MT_SUCCESS;
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': %s is %lld, must be 0 without scores.rotary_base", function,
+                       name, d->max_seq ? "max_seq" : "scores.rotary_dim",
+                       (long long)(d->max_seq ? d->max_seq : s->rotary_dim));
     }
     MT_TRY(mt_check_size(ctx, function, name, "max_seq", d->max_seq, 1, INT32_MAX));
-    MT_TRY(mt_check_size(ctx, function, name, "rotary_dim", d->rotary_dim, 0, head_dim));
+    MT_TRY(mt_check_size(ctx, function, name, "scores.rotary_dim", s->rotary_dim, 0, d->hidden / d->heads));
     if (mti_attention_rotary_dim(d) % 2 == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': %s is %lld, must be even for rotary", function, name,
-                   d->rotary_dim ? "rotary_dim" : "the head size", (long long)mti_attention_rotary_dim(d));
+                   s->rotary_dim ? "scores.rotary_dim" : "the head size", (long long)mti_attention_rotary_dim(d));
 }
 
 /* shards is the number of parts into which the query groups are split: V in invariant mode, and t otherwise. kv_heads
@@ -1499,16 +1483,11 @@ static mt_status mti_attention_check(mt_context *ctx, const char *function, cons
     MT_TRY(mt_check_integer(ctx, function, name, "hidden", d->hidden, 1, INT32_MAX));
     MT_TRY(mt_check_integer(ctx, function, name, "heads", d->heads, 1, INT64_MAX));
     MT_TRY(mt_check_integer(ctx, function, name, "kv_heads", d->kv_heads, 0, INT64_MAX));
-    MT_TRY(mt_check_enum(ctx, function, name, "mask", (int)d->mask, MT_MASK_WORDS));
-    MT_TRY(mt_check_float(ctx, function, name, "rotary_base", d->rotary_base, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mti_scores_desc_check(ctx, function, name, &d->scores));
     MT_TRY(mt_check_integer(ctx, function, name, "max_seq", d->max_seq, 0, INT32_MAX));
     MT_TRY(mt_check_float(ctx, function, name, "dropout", d->dropout, MT_FLOAT_PROBABILITY));
     MT_TRY(mt_check_integer(ctx, function, name, "layer_number", d->layer_number, 0, INT64_MAX));
     MT_TRY(mt_check_enum(ctx, function, name, "qkv_layout", (int)d->qkv_layout, MT_QKV_LAYOUT_WORDS));
-    MT_TRY(mt_check_enum(ctx, function, name, "rotary_form", (int)d->rotary_form, MT_ROTARY_FORM_WORDS));
-    MT_TRY(mt_check_integer(ctx, function, name, "window", d->window, 0, INT64_MAX));
-    MT_TRY(mt_check_float(ctx, function, name, "softcap", d->softcap, MT_FLOAT_AT_LEAST_0));
-    MT_TRY(mt_check_integer(ctx, function, name, "alibi", d->alibi, 0, 1));
     MT_TRY(mti_init_std_check(ctx, function, name, d->init_std, d->output_init_std));
     MT_TRY(mti_heads_check(ctx, function, name, d->hidden, d->heads, d->kv_heads, shards));
     MT_TRY(mti_attention_rotary_check(ctx, function, name, d));
@@ -1540,11 +1519,11 @@ static mt_status mti_attention_tables(mt_context *ctx, mt_params *params, mt_sel
     const mt_self_attention_desc *d = &out->desc;
     int64_t heads = mti_attention_heads_here(out), first = out->first_group * (d->heads / (d->kv_heads * out->pieces));
     if (!params) return MT_SUCCESS;
-    if (d->rotary_base > 0.0f) {
+    if (d->scores.rotary_base > 0.0f) {
         MT_TRY(mti_attention_buffer(ctx, params, d->max_seq, mti_attention_rotary_dim(d), &out->rotary));
-        MT_TRY(mt_rotary_table(ctx, d->rotary_base, out->rotary));
+        MT_TRY(mt_rotary_table(ctx, d->scores.rotary_base, out->rotary));
     }
-    if (!d->alibi || heads == 0) return MT_SUCCESS;
+    if (!d->scores.alibi || heads == 0) return MT_SUCCESS;
     MT_TRY(mti_attention_buffer(ctx, params, 1, heads, &out->alibi_slopes));
     return mt_alibi_slopes(ctx, d->heads, first, out->alibi_slopes);
 }
@@ -1733,11 +1712,7 @@ static mt_attention_desc mti_attention_desc(const mt_self_attention *a, const mt
     mt_attention_desc s = mti_rank_attention(a->groups, a->proj.weight->tp_rank, groups, a->desc.heads / groups,
                                              a->head_dim, a->desc.qkv_layout, batch);
     mti_attention_dropout(&s, mt_batch_dropout(batch, training ? a->desc.dropout : 0.0f, a->desc.layer_number, 0));
-    s.mask = a->desc.mask;
-    s.rotary_form = a->desc.rotary_form;
-    s.rotary_dim = a->desc.rotary_dim;
-    s.window = a->desc.window;
-    s.softcap = a->desc.softcap;
+    s.scores = a->desc.scores;
     s.alibi_slopes = (const float *)a->alibi_slopes.data;
     return s;
 }
@@ -2254,7 +2229,7 @@ static mt_status mti_cache_check(mt_context *ctx, const char *function, const mt
     int64_t groups = a->desc.kv_heads * a->pieces, rows;
     mt_attention_desc s =
         mti_rank_attention(groups, 0, groups, a->desc.heads / groups, a->head_dim, a->desc.qkv_layout, batch);
-    s.mask = a->desc.mask;
+    s.scores.mask = a->desc.scores.mask;
     MT_TRY(mt_kv_cache_check(ctx, function, &s, cache));
     if (a->rotary.data && cache->max_seq > a->desc.max_seq)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: the cache has max_seq %lld, must be at most that of the layer, %lld",
@@ -2374,9 +2349,9 @@ static mt_status mti_own_slopes(mt_context *ctx, const char *function, const mt_
                                 mt_self_attention *out) {
     int64_t heads = mti_attention_heads_here(out);
     out->alibi_slopes = tensors->alibi_slopes;
-    if (out->desc.alibi && !tensors->alibi_slopes.data)
+    if (out->desc.scores.alibi && !tensors->alibi_slopes.data)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: alibi is 1, but alibi_slopes is mt_none()", function);
-    if (out->desc.alibi)
+    if (out->desc.scores.alibi)
         return mt_tensor_check(ctx, function, "alibi_slopes", tensors->alibi_slopes, MT_ARG_F32, 1, heads);
     if (!tensors->alibi_slopes.data) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: there are alibi_slopes, but alibi is 0", function);
@@ -2408,7 +2383,7 @@ static mt_status mti_own_attention(mt_context *ctx, const char *function, mt_com
     out->desc = d;
     out->head_dim = d.hidden / d.heads;
     out->pieces = 1;
-    if (d.rotary_base > 0.0f)
+    if (d.scores.rotary_base > 0.0f)
         MT_TRY(mt_tensor_check(ctx, function, "rotary", tensors->rotary, MT_ARG_F32, d.max_seq,
                                mti_attention_rotary_dim(&d)));
     else if (tensors->rotary.data)
@@ -2514,6 +2489,23 @@ MT_API mt_status mt_rotary_pairs_from_halves(int64_t heads, int64_t head_dim, in
 
 /* ---- parallel cross-attention (src/blocks/cross.c) --------------------------------------------------------------- */
 
+/* Refuses what depends on the distance of a query and a key, which have positions in different sequences. */
+static mt_status mti_cross_scores_check(mt_context *ctx, const char *function, const char *name,
+                                        const mt_scores_desc *s) {
+    const char *field = NULL;
+    MT_TRY(mti_scores_desc_check(ctx, function, name, s));
+    if (s->rotary_base > 0.0f) field = "rotary_base";
+    if (s->rotary_form != MT_ROTARY_HALVES) field = "rotary_form";
+    if (s->rotary_dim != 0) field = "rotary_dim";
+    if (s->window > 0) field = "window";
+    if (s->alibi) field = "alibi";
+    if (!field) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT,
+                   "%s: '%s': scores.%s is set, must be 0: queries and keys of cross-attention are of different "
+                   "sequences",
+                   function, name, field);
+}
+
 /* shards is that of mti_heads_check. */
 static mt_status mti_cross_desc_check(mt_context *ctx, const char *function, const char *name,
                                       const mt_cross_attention_desc *d, int shards) {
@@ -2523,7 +2515,7 @@ static mt_status mti_cross_desc_check(mt_context *ctx, const char *function, con
     MT_TRY(mt_check_integer(ctx, function, name, "kv_hidden", d->kv_hidden, 0, INT32_MAX));
     MT_TRY(mt_check_float(ctx, function, name, "dropout", d->dropout, MT_FLOAT_PROBABILITY));
     MT_TRY(mt_check_integer(ctx, function, name, "layer_number", d->layer_number, 0, INT64_MAX));
-    MT_TRY(mt_check_float(ctx, function, name, "softcap", d->softcap, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mti_cross_scores_check(ctx, function, name, &d->scores));
     MT_TRY(mti_init_std_check(ctx, function, name, d->init_std, d->output_init_std));
     return mti_heads_check(ctx, function, name, d->hidden, d->heads, d->kv_heads, shards);
 }
@@ -2562,6 +2554,7 @@ MT_API mt_status mt_cross_attention_create(mt_context *ctx, mt_params *params, c
     if (!d.kv_heads) d.kv_heads = d.heads;
     if (!d.kv_hidden) d.kv_hidden = d.hidden;
     MT_TRY(mti_cross_desc_check(ctx, function, name, &d, mt_params_shards(params)));
+    d.scores.mask = MT_MASK_BIDIRECTIONAL;
     mark = mt_params_mark(params);
     memset(out, 0, sizeof *out);
     out->desc = d;
@@ -2585,8 +2578,7 @@ static mt_attention_desc mti_cross_desc(const mt_cross_attention *a, const mt_ba
                                         const mt_batch *memory_batch, int training) {
     mt_attention_desc s = mti_cross_rank(a, a->groups, a->proj.weight->tp_rank, batch, memory_batch);
     mti_attention_dropout(&s, mt_batch_dropout(batch, training ? a->desc.dropout : 0.0f, a->desc.layer_number, 3));
-    s.mask = MT_MASK_BIDIRECTIONAL;
-    s.softcap = a->desc.softcap;
+    s.scores = a->desc.scores;
     return s;
 }
 
@@ -2894,13 +2886,7 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
     a.hidden = d->hidden;
     a.heads = d->heads;
     a.kv_heads = d->kv_heads;
-    a.mask = d->mask;
-    a.rotary_base = d->rotary_base;
-    a.rotary_form = d->rotary_form;
-    a.rotary_dim = d->rotary_dim;
-    a.window = d->window;
-    a.softcap = d->softcap;
-    a.alibi = d->alibi;
+    a.scores = d->scores;
     a.max_seq = d->max_seq;
     a.dropout = d->attention_dropout;
     a.layer_number = d->layer_number;
@@ -3269,7 +3255,7 @@ static mt_status mti_model_embedding(mt_context *ctx, mt_params *params, mt_lang
     e.shared = d->tied_head;
     MT_TRY(mt_vocab_parallel_embedding_create(ctx, params, "embedding.word_embeddings", &e, &m->tokens));
     if (!mti_model_is_first(m)) return MT_SUCCESS;
-    if (d->layer.rotary_base <= 0.0f && !d->layer.alibi)
+    if (d->layer.scores.rotary_base <= 0.0f && !d->layer.scores.alibi)
         MT_TRY(mti_model_table(ctx, params, m, "embedding.position_embeddings.weight", d->max_seq, &m->positions));
     if (d->token_types)
         MT_TRY(
@@ -3306,7 +3292,7 @@ static mt_status mti_model_create(mt_context *ctx, mt_params *params, const mt_l
     m->grid = mt_params_grid(params);
     m->local_layers = desc->layers / m->grid->pp_size;
     m->first_layer = m->grid->pp_rank * m->local_layers;
-    l->max_seq = l->rotary_base > 0.0f ? desc->max_seq : 0;
+    l->max_seq = l->scores.rotary_base > 0.0f ? desc->max_seq : 0;
     if (l->output_init_std == 0.0f)
         l->output_init_std = mt_or_default(l->init_std, 0.02f) / sqrtf(2.0f * (float)desc->layers);
     if (l->init_std == (float)MT_ZERO && l->output_init_std == 0.0f) l->output_init_std = (float)MT_ZERO;
@@ -4069,7 +4055,7 @@ MT_API mt_status mt_gpt_cache_create(mt_context *ctx, const mt_gpt *gpt, int64_t
     MT_TRY(mt_check_param(ctx, function, gpt->model.layers[0].attention.proj.weight));
     MT_TRY(mt_check_integer(ctx, function, NULL, "sequences", sequences, 1, INT32_MAX));
     MT_TRY(mt_check_integer(ctx, function, NULL, "max_seq", max_seq, 0, mt_min(gpt->desc.max_seq, INT32_MAX)));
-    if (gpt->desc.layer.mask != MT_MASK_CAUSAL)
+    if (gpt->desc.layer.scores.mask != MT_MASK_CAUSAL)
         return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: the layers have a mask other than MT_MASK_CAUSAL", function);
     bytes = mt_gpt_cache_bytes(gpt, sequences, max_seq);
     if (bytes < 0 || (uint64_t)bytes > SIZE_MAX / 2)
@@ -4226,7 +4212,7 @@ static mt_language_model_desc mti_bert_model(const mt_bert_desc *d) {
     m.layers = d->layers;
     m.max_seq = d->max_seq;
     m.layer = d->layer;
-    m.layer.mask = MT_MASK_BIDIRECTIONAL;
+    m.layer.scores.mask = MT_MASK_BIDIRECTIONAL;
     m.is_encoder = 1;
     m.token_types = d->token_types ? d->token_types : 2;
     m.embedding_norm = d->layer.placement == MT_POST_LN;
@@ -4578,9 +4564,9 @@ MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_b
 
 /* The scores of a head that mask and window allow, in a sequence. */
 static double mti_visible_scores(const mt_transformer_layer_desc *l, int64_t seq) {
-    double n = (double)seq, w = l->window > 0 ? (double)mt_min(l->window, seq) : n;
+    double n = (double)seq, w = l->scores.window > 0 ? (double)mt_min(l->scores.window, seq) : n;
     double causal = w * (w + 1) / 2 + (n - w) * w; /* of each query the keys at its position and before */
-    return l->mask == MT_MASK_CAUSAL ? causal : 2 * causal - n;
+    return l->scores.mask == MT_MASK_CAUSAL ? causal : 2 * causal - n;
 }
 
 /* The forward of a layer: QKV, projection and MLP, and two products for each score. */
@@ -4604,7 +4590,7 @@ MT_API double mt_bert_flops(const mt_bert_desc *desc, int64_t sequences, int64_t
     double n = (double)sequences, h, heads;
     if (!desc || sequences < 1 || seq < 1 || desc->layer.heads < 1) return 0;
     l = desc->layer;
-    l.mask = MT_MASK_BIDIRECTIONAL;
+    l.scores.mask = MT_MASK_BIDIRECTIONAL;
     h = (double)l.hidden;
     heads = 2 * n * (double)seq * h * (h + (double)desc->vocab);
     if (!desc->no_binary_head) heads += 2 * n * h * (h + 2); /* the pooler and the two classes, of a sequence */
@@ -4631,7 +4617,7 @@ static const struct {
     const char *gpt, *bert; /* the name in the metadata of a GPT and of a BERT; NULL: it does not have the field */
     mt_field_kind kind;
     size_t at;         /* the place in mti_described */
-    int64_t low, high; /* as in mt_field; a float must be at least 0 (low 0) or above 0 (low 1) */
+    int64_t low, high; /* as in mt_field; a float must be at least 0 (low 0) or above 0 (low 1); low -1: any */
     int optional;      /* 1: a file has the field only when it is not 0 */
     const char *words; /* as in mt_check_enum, for messages; NULL: numbers */
 } mti_fields[] = {
@@ -4647,18 +4633,20 @@ static const struct {
     {MTI_BOTH("norm_eps"), MT_FIELD_F32, MTI_AT(d.layer.norm_eps), 1, 0, 0, NULL},
     {MTI_BOTH("activation"), MT_FIELD_INT, MTI_AT(d.layer.activation), 0, MT_ACTIVATION_COUNT - 1, 0,
      MT_ACTIVATION_WORDS},
-    {"gpt.mask", NULL, MT_FIELD_INT, MTI_AT(d.layer.mask), 0, MT_MASK_BIDIRECTIONAL, 0, MT_MASK_WORDS},
-    {MTI_BOTH("rotary_base"), MT_FIELD_F32, MTI_AT(d.layer.rotary_base), 0, 0, 0, NULL},
+    {"gpt.mask", NULL, MT_FIELD_INT, MTI_AT(d.layer.scores.mask), 0, MT_MASK_BIDIRECTIONAL, 0, MT_MASK_WORDS},
+    {MTI_BOTH("rotary_base"), MT_FIELD_F32, MTI_AT(d.layer.scores.rotary_base), 0, 0, 0, NULL},
     {MTI_BOTH("no_bias"), MT_FIELD_INT, MTI_AT(d.layer.no_bias), 0, 1, 0, NULL},
     {"gpt.untied_head", NULL, MT_FIELD_INT, MTI_AT(d.untied_head), 0, 1, 0, NULL},
     {NULL, "bert.token_types", MT_FIELD_I64, MTI_AT(token_types), 1, INT32_MAX, 0, NULL},
     {NULL, "bert.no_binary_head", MT_FIELD_INT, MTI_AT(no_binary_head), 0, 1, 0, NULL},
     {MTI_BOTH("qkv_layout"), MT_FIELD_INT, MTI_AT(d.layer.qkv_layout), 0, MT_QKV_SEPARATE, 1, MT_QKV_LAYOUT_WORDS},
-    {MTI_BOTH("rotary_form"), MT_FIELD_INT, MTI_AT(d.layer.rotary_form), 0, MT_ROTARY_PAIRS, 1, MT_ROTARY_FORM_WORDS},
-    {MTI_BOTH("rotary_dim"), MT_FIELD_I64, MTI_AT(d.layer.rotary_dim), 0, INT32_MAX, 1, NULL},
-    {MTI_BOTH("window"), MT_FIELD_I64, MTI_AT(d.layer.window), 0, INT64_MAX, 1, NULL},
-    {MTI_BOTH("softcap"), MT_FIELD_F32, MTI_AT(d.layer.softcap), 0, 0, 1, NULL},
-    {MTI_BOTH("alibi"), MT_FIELD_INT, MTI_AT(d.layer.alibi), 0, 1, 1, NULL}};
+    {MTI_BOTH("rotary_form"), MT_FIELD_INT, MTI_AT(d.layer.scores.rotary_form), 0, MT_ROTARY_PAIRS, 1,
+     MT_ROTARY_FORM_WORDS},
+    {MTI_BOTH("rotary_dim"), MT_FIELD_I64, MTI_AT(d.layer.scores.rotary_dim), 0, INT32_MAX, 1, NULL},
+    {MTI_BOTH("window"), MT_FIELD_I64, MTI_AT(d.layer.scores.window), 0, INT64_MAX, 1, NULL},
+    {MTI_BOTH("softcap"), MT_FIELD_F32, MTI_AT(d.layer.scores.softcap), 0, 0, 1, NULL},
+    {MTI_BOTH("alibi"), MT_FIELD_INT, MTI_AT(d.layer.scores.alibi), 0, 1, 1, NULL},
+    {MTI_BOTH("scale"), MT_FIELD_F32, MTI_AT(d.layer.scores.scale), -1, 0, 1, NULL}};
 
 /* Makes *out field i of the model. Returns 0 when the model does not have the field. */
 static int mti_described_field(mti_described *m, int i, mt_field *out) {
@@ -4677,7 +4665,7 @@ static void mti_described_plain(mti_described *m) {
     if (!l->kv_heads) l->kv_heads = l->heads;
     if (!l->ffn) l->ffn = 4 * l->hidden;
     if (l->norm_eps == 0.0f) l->norm_eps = 1e-5f;
-    if (l->heads > 0 && l->rotary_dim == l->hidden / l->heads) l->rotary_dim = 0;
+    if (l->heads > 0 && l->scores.rotary_dim == l->hidden / l->heads) l->scores.rotary_dim = 0;
     l->no_bias = l->no_bias != 0;
     m->d.untied_head = m->d.untied_head != 0;
     if (m->is_bert && !m->token_types) m->token_types = 2;
@@ -4710,7 +4698,7 @@ static mti_described mti_describe_bert(const mt_bert_desc *desc) {
    differ, as no weight depends on it. */
 static int mti_described_differ(mti_described *theirs, mti_described *ours) {
     char their_text[MT_FIELD_TEXT_MAX], our_text[MT_FIELD_TEXT_MAX];
-    int any_seq = ours->d.layer.rotary_base > 0.0f || ours->d.layer.alibi, i;
+    int any_seq = ours->d.layer.scores.rotary_base > 0.0f || ours->d.layer.scores.alibi, i;
     mt_field x, y;
     for (i = 0; i < MTI_LENGTH(mti_fields); i++) {
         if (!mti_described_field(theirs, i, &x) || !mti_described_field(ours, i, &y)) continue;
@@ -4739,8 +4727,8 @@ static void mti_part_qkv(const mt_transformer_layer_desc *l, const mt_param *p, 
         out->unit = out->rows = p->desc.rows == 1 ? p->desc.cols : p->desc.rows;
     }
     out->zip_unit = head;
-    if (which == 2 || l->rotary_base == 0.0f || pairs == (l->rotary_form == MT_ROTARY_PAIRS)) return;
-    out->zip = l->rotary_dim ? l->rotary_dim : head;
+    if (which == 2 || l->scores.rotary_base == 0.0f || pairs == (l->scores.rotary_form == MT_ROTARY_PAIRS)) return;
+    out->zip = l->scores.rotary_dim ? l->scores.rotary_dim : head;
     if (!pairs) out->zip = -out->zip;
 }
 
@@ -4902,24 +4890,25 @@ static const mt_tensor_table mti_bert_tables[] = {
 static int mti_is_gpt2(const mti_described *m) {
     const mt_transformer_layer_desc *l = &m->d.layer;
     return !m->is_bert && l->placement == MT_PRE_LN && l->norm == MT_LAYER_NORM && l->activation != MT_SWIGLU &&
-           l->mask == MT_MASK_CAUSAL && l->rotary_base == 0.0f && l->kv_heads == l->heads && !l->no_bias;
+           l->scores.mask == MT_MASK_CAUSAL && l->scores.rotary_base == 0.0f && l->kv_heads == l->heads && !l->no_bias;
 }
 
 static int mti_is_llama(const mti_described *m) {
     const mt_transformer_layer_desc *l = &m->d.layer;
     return !m->is_bert && l->placement == MT_PRE_LN && l->norm == MT_RMS_NORM && l->activation == MT_SWIGLU &&
-           l->mask == MT_MASK_CAUSAL && l->rotary_base > 0.0f && l->rotary_dim == 0;
+           l->scores.mask == MT_MASK_CAUSAL && l->scores.rotary_base > 0.0f && l->scores.rotary_dim == 0;
 }
 
 static int mti_is_bert(const mti_described *m) {
     const mt_transformer_layer_desc *l = &m->d.layer;
-    return m->is_bert && l->placement == MT_POST_LN && l->norm == MT_LAYER_NORM && l->rotary_base == 0.0f &&
+    return m->is_bert && l->placement == MT_POST_LN && l->norm == MT_LAYER_NORM && l->scores.rotary_base == 0.0f &&
            l->kv_heads == l->heads && !l->no_bias;
 }
 
 /* Returns the table of a model of Hugging Face, or NULL for any other model. */
 static const mt_tensor_table *mti_described_table(const mti_described *m) {
-    if (m->d.layer.window > 0 || m->d.layer.softcap > 0.0f || m->d.layer.alibi) return NULL;
+    const mt_scores_desc *s = &m->d.layer.scores;
+    if (s->window > 0 || s->softcap > 0.0f || s->alibi || s->scale != 0.0f) return NULL;
     if (mti_is_gpt2(m)) return &mti_gpt2_tables[!m->d.untied_head];
     if (mti_is_llama(m)) return &mti_llama_tables[!m->d.untied_head];
     return mti_is_bert(m) ? &mti_bert_tables[m->no_binary_head] : NULL;
@@ -5352,7 +5341,7 @@ static mt_status mti_llama_read(const mti_config *c, mt_gpt_desc *out) {
     MT_TRY(mti_config_numbers(c, numbers, MTI_LENGTH(numbers), fields, MTI_LENGTH(fields)));
     if (mti_activation_named(activation) != MT_SWIGLU)
         return mti_config_refuse_text(c, "hidden_act", activation, "silu");
-    MT_TRY(mti_llama_rope(c, &l->rotary_base));
+    MT_TRY(mti_llama_rope(c, &l->scores.rotary_base));
     MT_TRY(mti_config_eps(c, "rms_norm_eps", eps));
     if (mlp_bias != attention_bias)
         return mti_config_refuse(c, "mlp_bias", mlp_bias ? "true" : "false",
@@ -5647,7 +5636,7 @@ static int mti_gpt2_write(const mt_gpt_desc *d, char *text, size_t bytes) {
 static int mti_llama_write(const mt_gpt_desc *d, char *text, size_t bytes) {
     char eps[MT_FIELD_TEXT_MAX], theta[MT_FIELD_TEXT_MAX], attention[MT_FIELD_TEXT_MAX];
     const char *biases = d->layer.no_bias ? "false" : "true";
-    mti_float_text(d->layer.rotary_base, theta);
+    mti_float_text(d->layer.scores.rotary_base, theta);
     return snprintf(text, bytes,
                     "{\n  \"architectures\": [\"LlamaForCausalLM\"],\n  \"model_type\": \"llama\",\n"
                     "  \"hidden_act\": \"silu\",\n  \"vocab_size\": %lld,\n  \"max_position_embeddings\": %lld,\n"
@@ -5741,7 +5730,7 @@ static int mti_config_keep(const char *given, int64_t max_seq, mt_dtype dtype, c
 static void mti_described_adopt(mti_described *theirs, const mti_described *ours) {
     if (!mti_described_table(ours)) return;
     theirs->d.layer.qkv_layout = ours->d.layer.qkv_layout;
-    theirs->d.layer.rotary_form = ours->d.layer.rotary_form;
+    theirs->d.layer.scores.rotary_form = ours->d.layer.scores.rotary_form;
 }
 
 /* Returns 1 when the text of a config.json describes the model. *theirs becomes what it describes. */
@@ -5837,7 +5826,7 @@ static mt_status mti_described_read(mt_context *ctx, const mt_safetensors *file,
         MT_TRY(mt_safetensors_fields(ctx, file, &f, 1));
     }
     for (i = 0; i < MTI_LENGTH(mti_fields); i++) {
-        if (!mti_described_field(out, i, &f) || f.kind != MT_FIELD_F32) continue;
+        if (!mti_described_field(out, i, &f) || f.kind != MT_FIELD_F32 || f.low < 0) continue;
         memcpy(&x, f.value, sizeof x);
         if (!(x >= 0.0f) || (f.low && x == 0.0f))
             return mt_safetensors_refuse(ctx, file, f.name, f.low ? "above 0" : "at least 0");
@@ -5928,7 +5917,8 @@ static double mti_constant_element(const char *dtype, const unsigned char *bytes
 /* Returns 1 when x is the constant's element i in a tensor whose last size is n. Frequencies may have been rounded to
    16 bits. */
 static int mti_constant_is(const mti_described *m, mti_known_constant which, int64_t i, int64_t n, double x) {
-    double frequency = which == MTI_FREQUENCIES ? pow((double)m->d.layer.rotary_base, -(double)i / (double)n) : 0;
+    double frequency =
+        which == MTI_FREQUENCIES ? pow((double)m->d.layer.scores.rotary_base, -(double)i / (double)n) : 0;
     if (which == MTI_MASK) return x == (i % n <= i / n % n);
     if (which == MTI_MASK_VALUE) return x <= -9900; /* -10000 in bf16 is -9984 */
     if (which == MTI_FREQUENCIES) return fabs(x - frequency) <= 0.01 * frequency + 1e-7;

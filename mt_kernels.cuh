@@ -382,6 +382,33 @@ typedef enum mt_qkv_layout { MT_QKV_PER_GROUP = 0, MT_QKV_CONCATENATED = 1, MT_Q
 typedef enum mt_rotary_form { MT_ROTARY_HALVES = 0, MT_ROTARY_PAIRS = 1 } mt_rotary_form;
 #define MT_ROTARY_FORM_WORDS "MT_ROTARY_HALVES MT_ROTARY_PAIRS" /* see mt_check_enum */
 
+/* How the scores of attention are computed from queries and keys. It is a part of mt_attention_desc, and of the descs
+   of attention blocks and layers, which pass it on as it is. With all fields 0, attention is causal, without
+   positions. */
+typedef struct mt_scores_desc {
+    mt_mask mask; /* 0: MT_MASK_CAUSAL; in cross-attention MT_MASK_BIDIRECTIONAL, which is the only one there */
+    /* Base of rotary position embedding (arXiv 2104.09864), usually 10000. By default each head is turned as a whole
+       and in halves, as in GPT-NeoX and Hugging Face's Llama; 0: no rotary. Operators take the table of
+       mt_rotary_table instead, and mt_kv_cache_append refuses a base without a table (MT_ERR_ARGUMENT) */
+    float rotary_base;
+    /* advanced */
+    mt_rotary_form rotary_form; /* 0: MT_ROTARY_HALVES */
+    /* Only the first rotary_dim features of a head are turned: the head size times Megatron's --rotary-percent; 0: all
+       of them */
+    int64_t rotary_dim;
+    /* Sliding window: a query at position p sees a key at position j only if |p - j| < window. With MT_MASK_CAUSAL
+       these are the last `window` keys, as in Mistral (arXiv 2310.06825). 0: no window */
+    int64_t window;
+    /* Soft cap c of the scores: a score x becomes c * tanh(x / c), as in Gemma 2 (arXiv 2408.00118). It comes before
+       ALiBi and the bias. 0: none */
+    float softcap;
+    /* 1: ALiBi (arXiv 2108.12409) adds -m * |p - j| to the score of a query at position p and a key at position j,
+       where m is the slope of the head, see mt_alibi_slopes. Operators read the slopes from
+       mt_attention_desc.alibi_slopes */
+    int alibi;
+    float scale; /* factor of the products of queries and keys; MT_ZERO: 0; 0: 1 / sqrt(features of a head) */
+} mt_scores_desc;
+
 /* The sizes and options of scaled dot-product attention. Query heads form `groups` query groups. A group has
    heads_per_group query heads that share one key/value head. heads_per_group is 1 for MHA and more for GQA (arXiv
    2305.13245); groups is 1 for MQA.
@@ -390,8 +417,7 @@ typedef enum mt_rotary_form { MT_ROTARY_HALVES = 0, MT_ROTARY_PAIRS = 1 } mt_rot
    heads_per_group. out and lse hold the query heads in this order. */
 typedef struct mt_attention_desc {
     int64_t batch, seq, groups, heads_per_group, head_dim;
-    mt_mask mask;
-    float scale; /* factor of the scores; MT_ZERO: 0; 0: 1 / sqrt(head_dim) */
+    mt_scores_desc scores;
     /* Key padding: `batch` lengths on the context's device, 0 <= lengths[b] <= seq. In sequence b the keys at positions
        >= lengths[b] are masked. For length 0, out and dqkv are 0. A CPU checks the range (MT_ERR_DATA), a GPU does
        not. NULL: no padding */
@@ -401,23 +427,15 @@ typedef struct mt_attention_desc {
        sequence b, head a, query i and key j has the global element number
        (((first_row + b) * global_cols + first_col + a) * seq + i) * seq + j */
     mt_dropout dropout;
-    mt_qkv_layout qkv_layout;   /* of qkv and dqkv; 0: MT_QKV_PER_GROUP */
-    mt_rotary_form rotary_form; /* 0: MT_ROTARY_HALVES */
-    int64_t rotary_dim;         /* the first rotary_dim features of a head are turned; 0: head_dim */
+    mt_qkv_layout qkv_layout; /* of qkv and dqkv; 0: MT_QKV_PER_GROUP */
     /* advanced */
     /* Keys of a sequence; 0: seq. Other numbers are for mt_dot_product_attention_forward. lengths is then limited by
        kv_seq, and query i has the position i + kv_seq - seq among the keys: the last query and the last key have the
-       same position. mask, window and alibi_slopes use this position, and element numbers of dropout count kv_seq keys
+       same position. The mask, the window and ALiBi use this position, and element numbers of dropout count kv_seq keys
        for each query. */
     int64_t kv_seq;
-    /* Sliding window: a query at position p sees a key at position j only if |p - j| < window. With MT_MASK_CAUSAL
-       these are the last `window` keys, as in Mistral (arXiv 2310.06825). 0: no window */
-    int64_t window;
-    /* Soft cap c of the scores: a score x becomes c * tanh(x / c), as in Gemma 2 (arXiv 2408.00118). It comes before
-       alibi_slopes and bias. 0: none */
-    float softcap;
-    /* ALiBi (arXiv 2108.12409): adds -alibi_slopes[a] * |p - j| to the score of head a for a query at position p and a
-       key at position j. One slope for each query head of this call, on the context's device, at least 0. NULL: none */
+    /* With scores.alibi the slopes of the query heads of this call, at least 0, on the context's device; without it
+       NULL (MT_ERR_ARGUMENT) */
     const float *alibi_slopes;
     /* Packed sequences: the batch * seq tokens are `documents` documents, one after the other, and a query sees only
        keys of its own document. Document d has the tokens [cu_seqlens[d], cu_seqlens[d + 1]), so the array has
@@ -487,8 +505,8 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
    MT_ERR_ARGUMENT: heads is not in [1, 2^31), or the n heads are not in [0, heads). */
 MT_API mt_status mt_alibi_slopes(mt_context *ctx, int64_t heads, int64_t first_head, mt_tensor slopes);
 
-/* Rotary position embedding (arXiv 2104.09864) of the first R features of each head. R is desc->rotary_dim, or head_dim
-   if this is 0. R must be even. desc->rotary_form selects the features that are rotated together: with
+/* Rotary position embedding (arXiv 2104.09864) of the first R features of each head. R is desc->scores.rotary_dim, or
+   head_dim if this is 0. R must be even. desc->scores.rotary_form selects the features that are rotated together: with
    MT_ROTARY_HALVES, feature i and feature i + R / 2 by the angle number i. The features from R on stay as they are.
    table:    table [seq, R]: row p holds the R / 2 cosines, then the R / 2 sines, of the angles p * base^(-2 i / R),
              i = 0 ... R / 2 - 1. It is the same for both forms.
@@ -497,9 +515,10 @@ MT_API mt_status mt_alibi_slopes(mt_context *ctx, int64_t heads, int64_t first_h
    The position of a token is its index in its sequence. With desc->cu_seqlens, it is the number of tokens before it in
    its document and its sequence: a document is rotated as if it were a sequence of its own, and one that goes on in the
    next sequence begins again at 0 there.
-   forward and backward read the five sizes of desc, qkv_layout, rotary_form, rotary_dim, cu_seqlens and documents. They
-   do not read mask, scale, lengths or dropout. Errors: MT_ERR_SHAPE (R is odd or is not in [0, head_dim], or cu_seqlens
-   is set and kv_seq is neither 0 nor seq), MT_ERR_ARGUMENT, MT_ERR_DATA (cu_seqlens, on a CPU). */
+   forward and backward read the five sizes of desc, qkv_layout, rotary_form and rotary_dim of scores, cu_seqlens and
+   documents. They do not read lengths, dropout or other fields of scores. Errors: MT_ERR_SHAPE (R is odd or is not in
+   [0, head_dim], or cu_seqlens is set and kv_seq is neither 0 nor seq), MT_ERR_ARGUMENT, MT_ERR_DATA (cu_seqlens, on a
+   CPU). */
 MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table);
 MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv);
 MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor dqkv);
@@ -524,12 +543,13 @@ typedef struct mt_kv_cache {
               model without rotary position embedding.
    attention: out [batch * seq, heads * head_dim] = the attention of the queries in qkv to the keys and values in the
               cache. Call append first, which adds the keys and values of qkv. Query i of sequence b sees the keys
-              0 ... lengths[b] + i, or with a window the last desc->window of them.
+              0 ... lengths[b] + i, or with a window the last desc->scores.window of them.
    desc->seq is the number of new tokens of each sequence: 1 for a step that adds one token, the length of the longest
    prompt for prompts. desc->lengths has the number of new tokens of each sequence, 0 to seq (NULL: all have seq). The
    rows of qkv after these are not read. Their rows of out become 0. A sequence with 0 new tokens keeps its cache.
-   Both read the five sizes of desc, qkv_layout, lengths, rotary_form and rotary_dim; attention also reads scale,
-   window, softcap and alibi_slopes. mask must be MT_MASK_CAUSAL. kv_seq, dropout, cu_seqlens and bias must not be set.
+   Both read the five sizes of desc, qkv_layout and lengths. append also reads the rotary fields of scores, and
+   attention the others and alibi_slopes. scores.mask must be MT_MASK_CAUSAL. kv_seq, dropout, cu_seqlens and bias must
+   not be set.
    Attention reads the keys and values in their own type. On a CPU, calls with at most MT_KV_DECODE_QUERIES queries for
    each key/value head (seq * heads_per_group) read each key and value once, without a copy. Longer calls, and all calls
    in invariant mode, compute blocks of scores as mt_attention_forward does. A row of out then has the same bits as in
@@ -8108,10 +8128,10 @@ static int64_t mti_attention_width(const mt_attention_desc *s) {
 static mt_attention_desc mti_attention_defaults(const mt_attention_desc *desc) {
     mt_attention_desc s = *desc;
     if (s.kv_seq == 0) s.kv_seq = s.seq;
-    s.window = mt_min(s.window, s.seq + s.kv_seq); /* hides nothing; a larger one could overflow below */
+    s.scores.window = mt_min(s.scores.window, s.seq + s.kv_seq); /* hides nothing; a larger one could overflow below */
     if (s.bias_batch == 0) s.bias_batch = 1;
     if (s.bias_heads == 0) s.bias_heads = 1;
-    s.scale = mt_or_default(s.scale, (float)(1.0 / sqrt((double)s.head_dim)));
+    s.scores.scale = mt_or_default(s.scores.scale, (float)(1.0 / sqrt((double)s.head_dim)));
     return s;
 }
 
@@ -8172,16 +8192,34 @@ static mt_status mti_expect_bias(mt_context *ctx, const char *where, const mt_at
     return MT_SUCCESS;
 }
 
-/* Checks the fields that change scores. */
-static mt_status mti_expect_scores(mt_context *ctx, const char *where, const mt_attention_desc *s) {
+/* Checks the range of each field. rotary_dim, whose limit is the size of a head, is left to the caller. name: of the
+   layer that has the desc; NULL: none has */
+static mt_status mti_scores_desc_check(mt_context *ctx, const char *where, const char *name, const mt_scores_desc *s) {
+    MT_TRY(mt_check_enum(ctx, where, name, "scores.mask", (int)s->mask, MT_MASK_WORDS));
+    MT_TRY(mt_check_float(ctx, where, name, "scores.rotary_base", s->rotary_base, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mt_check_enum(ctx, where, name, "scores.rotary_form", (int)s->rotary_form, MT_ROTARY_FORM_WORDS));
+    MT_TRY(mt_check_integer(ctx, where, name, "scores.window", s->window, 0, INT64_MAX));
+    MT_TRY(mt_check_float(ctx, where, name, "scores.softcap", s->softcap, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mt_check_integer(ctx, where, name, "scores.alibi", s->alibi, 0, 1));
+    return mt_check_float(ctx, where, name, "scores.scale", s->scale, MT_FLOAT_FINITE);
+}
+
+static mt_status mti_expect_slopes(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     int64_t heads = mti_attention_heads(s), h;
-    MT_TRY(mti_expect_finite(ctx, where, "scale", s->scale));
-    MT_TRY(mt_check_integer(ctx, where, NULL, "window", s->window, 0, INT64_MAX));
-    MT_TRY(mt_check_float(ctx, where, NULL, "softcap", s->softcap, MT_FLOAT_AT_LEAST_0));
+    if (s->scores.alibi != (s->alibi_slopes != NULL))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: scores.alibi is %d, but alibi_slopes is %s", where, s->scores.alibi,
+                       s->alibi_slopes ? "set" : "NULL");
     for (h = 0; s->alibi_slopes && mt_context_device(ctx) == MT_DEVICE_CPU && h < heads; h++)
         if (!(s->alibi_slopes[h] >= 0.0f && s->alibi_slopes[h] <= FLT_MAX))
             return mt_fail(ctx, MT_ERR_DATA, "%s: alibi_slopes[%lld] is %g, must be at least 0", where, (long long)h,
                            (double)s->alibi_slopes[h]);
+    return MT_SUCCESS;
+}
+
+/* Checks the fields that change scores. */
+static mt_status mti_expect_scores(mt_context *ctx, const char *where, const mt_attention_desc *s) {
+    MT_TRY(mti_scores_desc_check(ctx, where, NULL, &s->scores));
+    MT_TRY(mti_expect_slopes(ctx, where, s));
     MT_TRY(mti_expect_bias(ctx, where, s));
     return mti_expect_documents(ctx, where, s);
 }
@@ -8189,7 +8227,6 @@ static mt_status mti_expect_scores(mt_context *ctx, const char *where, const mt_
 /* s has no defaults left. */
 static mt_status mti_expect_attention(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     int64_t heads = mti_attention_heads(s);
-    MT_TRY(mt_check_enum(ctx, where, NULL, "mask", (int)s->mask, MT_MASK_WORDS));
     MT_TRY(mti_expect_scores(ctx, where, s));
     MT_TRY(mti_expect_dropout(ctx, where, s->dropout, s->batch, heads));
     if (s->dropout.p > 0.0f &&
@@ -8241,8 +8278,9 @@ MT_INLINE MT_HOST_DEVICE mti_span mti_keys_of(const mt_attention_desc *s, int64_
     int64_t position = i + s->kv_seq - s->seq;
     mti_span all = {0, length};
     all = mti_document_of(s, b, i, all);
-    if (s->mask == MT_MASK_CAUSAL) all = mti_span_of_both(all, 0, position + 1);
-    return s->window > 0 ? mti_span_of_both(all, position - s->window + 1, position + s->window) : all;
+    if (s->scores.mask == MT_MASK_CAUSAL) all = mti_span_of_both(all, 0, position + 1);
+    return s->scores.window > 0 ? mti_span_of_both(all, position - s->scores.window + 1, position + s->scores.window)
+                                : all;
 }
 
 /* The queries that see key j of sequence b. */
@@ -8250,8 +8288,8 @@ MT_INLINE MT_HOST_DEVICE mti_span mti_queries_of(const mt_attention_desc *s, int
     int64_t i = j - (s->kv_seq - s->seq); /* the query at the key's position */
     mti_span all = {0, j < length ? s->seq : 0};
     all = mti_document_of(s, b, j, all);
-    if (s->mask == MT_MASK_CAUSAL) all = mti_span_of_both(all, i, s->seq);
-    return s->window > 0 ? mti_span_of_both(all, i - s->window + 1, i + s->window) : all;
+    if (s->scores.mask == MT_MASK_CAUSAL) all = mti_span_of_both(all, i, s->seq);
+    return s->scores.window > 0 ? mti_span_of_both(all, i - s->scores.window + 1, i + s->scores.window) : all;
 }
 
 /* The row of desc.bias and desc.dbias for query i of a head of sequence b. */
@@ -8714,7 +8752,7 @@ static void mti_attention_change_row(const mti_attention *a, const mti_head *h, 
     const mt_attention_desc *s = &a->desc;
     int64_t row = mti_bias_row(s, h->batch, h->head, i), j;
     float room[MTI_KEYS];
-    if (s->softcap > 0.0f) mti_attention_cap_row(s->softcap, x, slopes, n);
+    if (s->scores.softcap > 0.0f) mti_attention_cap_row(s->scores.softcap, x, slopes, n);
     if (s->alibi_slopes) mti_attention_alibi_row(s->alibi_slopes[h->head], i + s->kv_seq - s->seq, first, x, n);
     if (!s->bias.data) return;
     if (s->bias.dtype == MT_U8) {
@@ -8893,7 +8931,7 @@ static void mti_attention_forward_queries(const mti_attention *a, const mti_head
     for (b.key = 0; b.key < s->kv_seq; b.key += MTI_KEYS) {
         b.keys = mt_min(MTI_KEYS, s->kv_seq - b.key);
         if (!mti_scores_see(a, h, &b)) continue;
-        mti_scores_of(a, &b, s->scale, q, a->k_features, a->scores);
+        mti_scores_of(a, &b, s->scores.scale, q, a->k_features, a->scores);
         mti_scores_softmax(a, h, &b, &m, out);
         mti_scores_to_queries(a, &b, 1.0f, a->scores, mti_scores_width(s), a->v_keys, out);
     }
@@ -8963,7 +9001,7 @@ static void mti_scores_backward_row(const mti_attention *a, const mti_head *h, i
         dbias = mti_at(s->dbias, mti_bias_row(s, h->batch, h->head, i), first);
         mti_row_add(dbias, dx, dbias, n);
     }
-    for (j = 0; s->softcap > 0.0f && j < n; j++) dx[j] *= slopes[j];
+    for (j = 0; s->scores.softcap > 0.0f && j < n; j++) dx[j] *= slopes[j];
 }
 
 /* Rounds the rows of probabilities and gradients that end with row r, the second one of a pair or the last one. */
@@ -9013,7 +9051,7 @@ static void mti_scores_backward(const mti_attention *a, const mti_head *h, const
                                 const mti_query_rows *x, mt_tensor dk, mt_tensor dv) {
     const float *ds = a->pairs ? a->grad_pairs : a->grads;
     int64_t width = mti_scores_width(&a->desc);
-    float scale = a->desc.scale;
+    float scale = a->desc.scores.scale;
     mti_scores_of(a, b, scale, x->q, a->k_features, a->scores);
     mti_scores_of(a, b, 1.0f, x->dout, a->v_features, a->grads);
     mti_scores_backward_rows(a, h, b, x->deltas);
@@ -9390,11 +9428,11 @@ static __device__ __forceinline__ void mti_plain_scores(const mti_plain &p, floa
     int64_t query = KEYS ? col : row, key = KEYS ? row : col;
     MT_DEVICE_UNROLL
     for (int e = 0; e < M * N; e++) s[e / N][e % N] *= p.scale;
-    if (p.s.softcap > 0.0f) {
+    if (p.s.scores.softcap > 0.0f) {
         MT_DEVICE_UNROLL
         for (int e = 0; e < M * N; e++) {
-            float t = tanhf(s[e / N][e % N] / p.s.softcap);
-            s[e / N][e % N] = p.s.softcap * t;
+            float t = tanhf(s[e / N][e % N] / p.s.scores.softcap);
+            s[e / N][e % N] = p.s.scores.softcap * t;
             if (CHAIN) g[e / N][e % N] *= 1.0f - t * t;
         }
     }
@@ -9716,7 +9754,7 @@ static mti_plain mti_plain_of(const mti_attention *a) {
     p.kv_step = a->kv_step;
     p.value = mti_elements_between(a->k, a->v);
     p.dvalue = mti_elements_between(a->dk, a->dv);
-    p.scale = a->desc.scale;
+    p.scale = a->desc.scores.scale;
     p.drop = mti_drop_of(a->desc.dropout);
     p.wide = mti_plain_is_wide(a);
     return p;
@@ -9785,7 +9823,7 @@ struct mti_flash {
     /* The forward kernel with CACHED only, where p.k and p.v are those of mt_kv_cache. */
     mti_cached cached;
 
-    __device__ int causal() const { return p.s.mask == MT_MASK_CAUSAL; }
+    __device__ int causal() const { return p.s.scores.mask == MT_MASK_CAUSAL; }
     /* Whether a query sees a key. A tile is hidden if its last query does not see its first key. Nothing in a tile is
        masked if its first query sees its last key. */
     __device__ bool sees(int query, int key, int length) const { return key < length && (!causal() || key <= query); }
@@ -10496,9 +10534,9 @@ static mt_status mti_flash_launch(const mti_attention *a, const char *name, void
 }
 
 static mti_flash mti_flash_of(const mti_attention *a) {
-    float softcap = a->desc.softcap, factor = softcap > 0.0f ? softcap : a->desc.scale;
+    float softcap = a->desc.scores.softcap, factor = softcap > 0.0f ? softcap : a->desc.scores.scale;
     mti_flash f = {mti_plain_of(a), factor * MTI_LOG2E, NULL, NULL, mt_round_up(a->desc.seq, MTI_FLASH_ROWS), 0.0f, {}};
-    if (softcap > 0.0f) f.cap = a->desc.scale / softcap;
+    if (softcap > 0.0f) f.cap = a->desc.scores.scale / softcap;
     return f;
 }
 
@@ -10567,14 +10605,14 @@ static int mti_flash_fits_gradients(const mti_attention *a) {
 
 /* Whether a call needs the kernels with SPANS. A window of at least seq hides nothing. */
 static int mti_flash_needs_spans(const mt_attention_desc *s) {
-    return (s->window > 0 && s->window < s->seq) || s->softcap > 0.0f || s->cu_seqlens;
+    return (s->scores.window > 0 && s->scores.window < s->seq) || s->scores.softcap > 0.0f || s->cu_seqlens;
 }
 
 /* Whether the kernels know everything that changes a score. With a soft cap they multiply by scale / softcap, and by
    softcap / ln 2, which must be finite. */
 static int mti_flash_fits_scores(const mt_attention_desc *s) {
     return s->kv_seq == s->seq && !s->alibi_slopes && !s->bias.data &&
-           (s->softcap == 0.0f || (s->softcap < 1e30f && s->scale / s->softcap < 1e30f));
+           (s->scores.softcap == 0.0f || (s->scores.softcap < 1e30f && s->scores.scale / s->scores.softcap < 1e30f));
 }
 
 /* Sets *arch to the architecture that nvcc compiled this GPU's kernels for: 80 for compute_80. It can be older than the
@@ -10600,7 +10638,7 @@ static mt_status mti_built_for(mt_context *ctx, int *arch) {
 template <int HeadDim, bool SPANS> static int mti_flash_fits(const mti_attention *a, int capability, int built_for) {
     const mt_attention_desc *s = &a->desc;
     (void)capability; /* at least built_for */
-    return s->head_dim == HeadDim && built_for >= 80 && s->scale > 0.0f && s->seq <= INT_MAX / 2 &&
+    return s->head_dim == HeadDim && built_for >= 80 && s->scores.scale > 0.0f && s->seq <= INT_MAX / 2 &&
            mti_flash_needs_spans(s) == SPANS && mti_flash_fits_scores(s) && a->q.dtype != MT_F32 &&
            mti_flash_fits_inputs(a) && mti_flash_fits_view(a, a->out) && mti_flash_fits_view(a, a->dout) &&
            mti_flash_fits_gradients(a);
@@ -10825,11 +10863,12 @@ static double mti_cut_sum(double first, double count, double top) {
 /* The number of scores of a head and a sequence: for the query at position p, the keys from p - window + 1 to p or, in
    both directions, to p + window - 1. */
 static double mti_scores(const mt_attention_desc *s) {
-    double queries = (double)s->seq, keys = (double)s->kv_seq, first = keys - queries, window = (double)s->window;
+    double queries = (double)s->seq, keys = (double)s->kv_seq, first = keys - queries,
+           window = (double)s->scores.window;
     double all = queries * keys;
-    if (s->mask == MT_MASK_CAUSAL) all = mti_cut_sum(first + 1, queries, keys);
-    else if (s->window > 0) all = mti_cut_sum(first + window, queries, keys);
-    return s->window > 0 ? all - mti_cut_sum(first - window + 1, queries, keys) : all;
+    if (s->scores.mask == MT_MASK_CAUSAL) all = mti_cut_sum(first + 1, queries, keys);
+    else if (s->scores.window > 0) all = mti_cut_sum(first + window, queries, keys);
+    return s->scores.window > 0 ? all - mti_cut_sum(first - window + 1, queries, keys) : all;
 }
 
 /* Notes the floating-point operations of `products` products for each score. Documents and key padding are in memory
@@ -10847,17 +10886,18 @@ static mt_status mti_attention_agree(mt_context *ctx, const char *where, const m
                                      const mt_attention_desc *s) {
     const int64_t heads = mti_attention_heads(s), documents = s->cu_seqlens ? s->documents + 1 : 0;
     MT_TRY(mt_check_factor(ctx, where, "the square of desc.scale", q->name, *q->view, MT_SPLIT_COLS,
-                           (double)s->scale * (double)s->scale * (double)s->head_dim));
+                           (double)s->scores.scale * (double)s->scores.scale * (double)s->head_dim));
     if (mt_check_mode(ctx) != 2) return MT_SUCCESS;
     mt_check_sequences(ctx, t, s->cu_seqlens ? 0 : s->seq);
-    MT_TRY(mti_numbers_agree(ctx, where, "mask", t, 1, 1, (double)s->mask));
-    MT_TRY(mti_numbers_agree(ctx, where, "window", t, 1, 1, (double)s->window));
-    MT_TRY(mti_numbers_agree(ctx, where, "scale", mt_none(), 1, 1, (double)s->scale));
+    MT_TRY(mti_numbers_agree(ctx, where, "mask", t, 1, 1, (double)s->scores.mask));
+    MT_TRY(mti_numbers_agree(ctx, where, "window", t, 1, 1, (double)s->scores.window));
+    MT_TRY(mti_numbers_agree(ctx, where, "scale", mt_none(), 1, 1, (double)s->scores.scale));
     MT_TRY(mti_numbers_agree(ctx, where, "lengths", t, 0, 2, (double)(s->lengths != NULL),
                              (double)(s->cu_seqlens != NULL)));
     MT_TRY(mti_numbers_agree(ctx, where, "seq or kv_seq", t, 0, 2, (double)s->seq, (double)s->kv_seq));
-    MT_TRY(mti_numbers_agree(ctx, where, "a number of desc", mt_none(), 1, 5, (double)s->softcap, (double)s->head_dim,
-                             (double)s->qkv_layout, (double)s->rotary_form, (double)(s->alibi_slopes != NULL)));
+    MT_TRY(mti_numbers_agree(ctx, where, "a number of desc", mt_none(), 1, 5, (double)s->scores.softcap,
+                             (double)s->head_dim, (double)s->qkv_layout, (double)s->scores.rotary_form,
+                             (double)(s->alibi_slopes != NULL)));
     MT_TRY(mt_check_side(ctx, where, "lengths", mt_tensor_make(s->lengths, MT_I32, s->batch, 1), t, MT_SPLIT_ROWS, 1));
     MT_TRY(mt_check_side(ctx, where, "cu_seqlens", mt_tensor_make(s->cu_seqlens, MT_I32, documents, 1), t,
                          MT_SPLIT_ROWS, 1));
@@ -10989,7 +11029,7 @@ static const mt_rule mti_dot_product_rules[2][3][2] = {
      MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD " rkkrcr", MTI_HEADS_OF_ALL_BACKWARD " rkkcrrrPPrr")}};
 
 static const mt_rule *mti_dot_product_rule(const mt_attention_desc *s, int backward) {
-    int by_position = s->mask == MT_MASK_CAUSAL || s->window || s->alibi_slopes;
+    int by_position = s->scores.mask == MT_MASK_CAUSAL || s->scores.window || s->alibi_slopes;
     int own = s->dropout.p > 0.0f || s->cu_seqlens ? 0 : !by_position ? 1 : s->batch == 1 ? 2 : 0;
     return &mti_dot_product_rules[s->groups == 1][own][backward];
 }
@@ -11177,7 +11217,7 @@ static mt_status mti_cuda_rotary(mt_context *ctx, const mt_attention_desc *s, mt
     if (!how.wide || table.dtype != MT_F32) how.type = MTI_ANY_TYPE;
     if (qkv.rows * items == 0) return MT_SUCCESS;
     return mti_by_type(how.type, [&](auto type) {
-        return mti_by_kind<2>(s->rotary_form == MT_ROTARY_PAIRS, [&](auto pairs) {
+        return mti_by_kind<2>(s->scores.rotary_form == MT_ROTARY_PAIRS, [&](auto pairs) {
             mti_rotary_op<type.value, pairs.value != 0> op = {mti_view_of(qkv),
                                                               mti_view_of(table),
                                                               s->head_dim,
@@ -11200,7 +11240,9 @@ static mt_status mti_cuda_rotary(mt_context *ctx, const mt_attention_desc *s, mt
 /* ---- rotary positions (src/ops/rotary.c) ------------------------------------------------------------------------- */
 
 /* The number of features of a head that are rotated. */
-static int64_t mti_rotary_dim(const mt_attention_desc *s) { return s->rotary_dim ? s->rotary_dim : s->head_dim; }
+static int64_t mti_rotary_dim(const mt_attention_desc *s) {
+    return s->scores.rotary_dim ? s->scores.rotary_dim : s->head_dim;
+}
 
 static mt_status mti_expect_even(mt_context *ctx, const char *where, const char *name, int64_t features) {
     if (features % 2 == 0) return MT_SUCCESS;
@@ -11208,9 +11250,9 @@ static mt_status mti_expect_even(mt_context *ctx, const char *where, const char 
 }
 
 static mt_status mti_expect_rotary(mt_context *ctx, const char *where, const mt_attention_desc *s) {
-    MT_TRY(mt_check_enum(ctx, where, NULL, "rotary_form", (int)s->rotary_form, MT_ROTARY_FORM_WORDS));
-    MT_TRY(mt_check_size(ctx, where, NULL, "rotary_dim", s->rotary_dim, 0, s->head_dim));
-    return mti_expect_even(ctx, where, s->rotary_dim ? "rotary_dim" : "head_dim", mti_rotary_dim(s));
+    MT_TRY(mt_check_enum(ctx, where, NULL, "scores.rotary_form", (int)s->scores.rotary_form, MT_ROTARY_FORM_WORDS));
+    MT_TRY(mt_check_size(ctx, where, NULL, "scores.rotary_dim", s->scores.rotary_dim, 0, s->head_dim));
+    return mti_expect_even(ctx, where, s->scores.rotary_dim ? "scores.rotary_dim" : "head_dim", mti_rotary_dim(s));
 }
 
 typedef struct mti_rotary_angles {
@@ -11265,7 +11307,7 @@ static void mti_cpu_rotary(void *data, int thread, int64_t first, int64_t last) 
             for (j = 0; j < turned; j += desc->head_dim) {
                 float *x = mti_row(heads, 0) + j;
                 /* constant steps let a compiler make a fast loop of each form */
-                if (desc->rotary_form == MT_ROTARY_PAIRS) mti_rotary_head(x, angles, r->sign, half, 2, 1);
+                if (desc->scores.rotary_form == MT_ROTARY_PAIRS) mti_rotary_head(x, angles, r->sign, half, 2, 1);
                 else mti_rotary_head(x, angles, r->sign, half, 1, half);
             }
             mti_f32_write(heads, r->qkv, i, col);
@@ -11365,8 +11407,8 @@ MT_INLINE MT_HOST_DEVICE int64_t mti_kv_row(const mti_kv *k, int64_t b, int64_t 
 /* Refuses the options of attention that have no meaning for a cache. */
 static mt_status mti_kv_expect_options(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     const char *field = NULL;
-    MT_TRY(mt_check_enum(ctx, where, NULL, "mask", (int)s->mask, MT_MASK_WORDS));
-    if (s->mask != MT_MASK_CAUSAL) field = "a mask other than MT_MASK_CAUSAL";
+    MT_TRY(mti_scores_desc_check(ctx, where, NULL, &s->scores));
+    if (s->scores.mask != MT_MASK_CAUSAL) field = "a mask other than MT_MASK_CAUSAL";
     if (s->dropout.p != 0.0f) field = "dropout";
     if (s->kv_seq != 0) field = "kv_seq";
     if (s->cu_seqlens || s->documents != 0) field = "cu_seqlens";
@@ -11425,7 +11467,8 @@ static mt_status mti_kv_fill(mt_context *ctx, const char *where, const mt_attent
     memset(k, 0, sizeof *k);
     k->ctx = ctx;
     k->desc = mti_attention_defaults(desc);
-    k->desc.window = mt_min(desc->window, cache->max_seq); /* a larger one hides nothing, and could overflow */
+    k->desc.scores.window =
+        mt_min(desc->scores.window, cache->max_seq); /* a larger one hides nothing, and could overflow */
     k->cache = *cache;
     k->cols = mti_qkv_cols_of(desc);
     return mti_expect_scores(ctx, where, &k->desc);
@@ -11450,7 +11493,7 @@ MT_API mt_status mt_kv_cache_check(mt_context *ctx, const char *where, const mt_
 static void mti_kv_turn(const mti_kv *k, const float *angles, float *x) {
     int64_t half = k->table.cols / 2;
     if (!k->table.data) return;
-    if (k->desc.rotary_form == MT_ROTARY_PAIRS) mti_rotary_head(x, angles, 1.0f, half, 2, 1);
+    if (k->desc.scores.rotary_form == MT_ROTARY_PAIRS) mti_rotary_head(x, angles, 1.0f, half, 2, 1);
     else mti_rotary_head(x, angles, 1.0f, half, 1, half);
 }
 
@@ -11767,7 +11810,7 @@ static void mti_kv_few_block(const mti_kv *k, const mti_attention *a, mti_kv_few
         mti_span seen = mti_kv_seen(a, i, key, n);
         float *p = f->scores + r * MTI_KV_KEYS, *out = f->out + r * f->width;
         if (seen.end > seen.first) {
-            mti_kv_scores(f->q + r * f->width, keys, f->width, n, s->scale, values, p);
+            mti_kv_scores(f->q + r * f->width, keys, f->width, n, s->scores.scale, values, p);
             values.rows = 0;
         }
         if (seen.end > seen.first && mti_softmax_add(a, &h, &f->softmax, r, i, key, p, seen, out))
@@ -11901,7 +11944,7 @@ struct mti_kv_gpu {
 };
 
 static mti_cached mti_cached_of(const mti_kv *kv) {
-    mti_cached c = {kv->cache.lengths, kv->desc.lengths, kv->desc.seq, kv->cache.max_seq, kv->desc.window};
+    mti_cached c = {kv->cache.lengths, kv->desc.lengths, kv->desc.seq, kv->cache.max_seq, kv->desc.scores.window};
     return c;
 }
 
@@ -11980,7 +12023,7 @@ static mt_status mti_cuda_kv_cache_append(const mti_kv *kv) {
     if (k.half % MTI_VECTOR != 0 || s->head_dim % MTI_VECTOR != 0 || !mti_is_wide(kv->table)) how.type = MTI_ANY_TYPE;
     MT_TRY(mt_cuda_enter(kv->ctx));
     return mti_by_type(how.type, [&](auto type) {
-        return mti_by_kind<2>(s->rotary_form == MT_ROTARY_PAIRS, [&](auto pairs) {
+        return mti_by_kind<2>(s->scores.rotary_form == MT_ROTARY_PAIRS, [&](auto pairs) {
             unsigned grid = mti_grid(kv->qkv.rows * s->groups * (s->heads_per_group + 2) * k.vectors, 256);
             MT_LAUNCH_KERNEL((mti_kv_append_kernel<type.value, pairs.value != 0>), grid, 256, 0,
                              mt_context_stream(kv->ctx), k);
@@ -12060,7 +12103,7 @@ static __device__ __forceinline__ void mti_split_begin(const mti_kv_gpu &k, cons
         mti_load<TYPE != MTI_ANY_TYPE, TYPE>(k.qkv, is ? m.b * k.s.seq + i : 0, is ? k.query_col(head) + col : 0,
                                              is ? n : 0, x.q[r]);
         MT_DEVICE_UNROLL
-        for (int e = 0; e < MTI_VECTOR; e++) x.q[r][e] *= k.s.scale, x.acc[r][e] = 0.0f;
+        for (int e = 0; e < MTI_VECTOR; e++) x.q[r][e] *= k.s.scores.scale, x.acc[r][e] = 0.0f;
         x.top[r] = -INFINITY, x.sum[r] = 0.0f;
     }
 }
@@ -12099,7 +12142,7 @@ static __device__ __forceinline__ void mti_split_scores(const mti_kv_gpu &k, con
         float score = s[r][u];
         MT_DEVICE_UNROLL
         for (int o = LANES / 2; o > 0; o >>= 1) score += __shfl_xor_sync(0xffffffffu, score, o);
-        if (k.s.softcap > 0.0f) score = k.s.softcap * tanhf(score / k.s.softcap);
+        if (k.s.scores.softcap > 0.0f) score = k.s.scores.softcap * tanhf(score / k.s.scores.softcap);
         score -= x.slope[r] * (float)(x.end[r] - 1 - j);
         s[r][u] = j < x.end[r] && j >= k.tokens.first(x.end[r]) ? score : -INFINITY;
     }
@@ -12330,7 +12373,7 @@ template <int TYPE> static mt_status mti_split_attention(const mti_kv *kv, const
 static int mti_kv_flash_fits(const mti_kv *kv, int type, int built_for) {
     const mt_attention_desc *s = &kv->desc;
     return (s->head_dim == 64 || s->head_dim == 96 || s->head_dim == 128) && (type == MT_BF16 || type == MT_F16) &&
-           built_for >= 80 && s->seq > MTI_KV_FEW && s->scale > 0.0f && mti_flash_fits_scores(s);
+           built_for >= 80 && s->seq > MTI_KV_FEW && s->scores.scale > 0.0f && mti_flash_fits_scores(s);
 }
 
 template <int HeadDim> static mt_status mti_kv_flash(const mti_attention *a, const mti_flash &f) {
@@ -12400,6 +12443,9 @@ MT_API mt_status mt_kv_cache_append(mt_context *ctx, const mt_attention_desc *de
     mti_operator op;
     MT_TRY(mti_kv_check(ctx, where, desc, qkv, cache, &k));
     if (table.data) MT_TRY(mti_expect_rotary(ctx, where, desc));
+    else if (desc->scores.rotary_base > 0.0f)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: scores.rotary_base is %g, but table is mt_none()", where,
+                       (double)desc->scores.rotary_base);
     const int64_t rows = desc->batch * desc->groups * cache->max_seq, tokens = desc->batch * desc->seq;
     const int64_t sizes[] = {tokens,         mti_attention_width(desc), rows, desc->head_dim,
                              cache->max_seq, mti_rotary_dim(desc)};

@@ -388,7 +388,7 @@ static int check_options(options *o, const mt_gpt_desc *gpt) {
     else if (o->tp * o->dp * o->pp > MAX_RANKS)
         fprintf(stderr, "eval_gpt: --tp %.15g x --dp %.15g x --pp %.15g are more than %d ranks\n", o->tp, o->dp, o->pp,
                 MAX_RANKS);
-    else if (gpt->layer.mask != MT_MASK_CAUSAL)
+    else if (gpt->layer.scores.mask != MT_MASK_CAUSAL)
         fprintf(stderr, "eval_gpt: the model is not causal: each of its tokens sees its own target\n");
     else return 1;
     return 0;

@@ -181,6 +181,8 @@ static int64_t eval_start(const options *o, const dataset *d, int64_t i, int64_t
 /* Returns the desc of the model. What has no flag is as in `origin`, and so are, without --max-seq, the positions. */
 static mt_gpt_desc model_of(const options *o, const mt_gpt_desc *origin) {
     int64_t positions = origin->max_seq > (int64_t)o->seq ? origin->max_seq : (int64_t)o->seq;
+    const mt_scores_desc *of = &origin->layer.scores;
+    float base = of->rotary_base > 0 ? of->rotary_base : 10000.0f;
     mt_gpt_desc d = {.vocab = (int64_t)o->vocab,
                      .layers = (int64_t)o->layers,
                      .max_seq = o->max_seq > 0 ? (int64_t)o->max_seq : positions,
@@ -192,19 +194,18 @@ static mt_gpt_desc model_of(const options *o, const mt_gpt_desc *origin) {
                                .norm = o->rmsnorm ? MT_RMS_NORM : MT_LAYER_NORM,
                                .norm_eps = origin->layer.norm_eps,
                                .activation = (mt_activation)o->activation,
-                               .mask = origin->layer.mask,
-                               .rotary_base = !o->rotary                      ? 0.0f
-                                              : origin->layer.rotary_base > 0 ? origin->layer.rotary_base
-                                                                              : 10000.0f,
+                               .scores = {.mask = of->mask,
+                                          .rotary_base = o->rotary ? base : 0.0f,
+                                          .rotary_form = of->rotary_form,
+                                          .rotary_dim = of->rotary_dim,
+                                          .window = (int64_t)o->window,
+                                          .softcap = (float)o->softcap,
+                                          .alibi = o->alibi,
+                                          .scale = of->scale},
                                .attention_dropout = (float)o->dropout,
                                .hidden_dropout = (float)o->dropout,
                                .no_bias = origin->layer.no_bias,
                                .qkv_layout = origin->layer.qkv_layout,
-                               .rotary_form = origin->layer.rotary_form,
-                               .rotary_dim = origin->layer.rotary_dim,
-                               .window = (int64_t)o->window,
-                               .softcap = (float)o->softcap,
-                               .alibi = o->alibi,
                                .sequence_parallel = o->sequence_parallel,
                                .recompute = (mt_recompute)o->recompute},
                      .untied_head = o->untied,
@@ -411,17 +412,19 @@ static void take_positions(job *job, const char *from) {
 static void take_shape(job *job, const char *from) {
     const mt_gpt_desc *d = &job->setup.origin;
     const mt_transformer_layer_desc *l = &d->layer;
-    const char *positions = l->alibi ? "ALiBi" : l->rotary_base > 0 ? "rotary positions" : "learned positions";
+    const char *positions = l->scores.alibi             ? "ALiBi"
+                            : l->scores.rotary_base > 0 ? "rotary positions"
+                                                        : "learned positions";
     take_number(job, from, "layers", d->layers, "layers");
     take_number(job, from, "hidden", l->hidden, "hidden features");
     take_number(job, from, "heads", l->heads, "heads");
     take_number(job, from, "kv-heads", l->kv_heads, "key/value heads");
     take_number(job, from, "ffn", l->ffn, "features in its MLP");
     take_number(job, from, "vocab", d->vocab, "tokens in its vocabulary");
-    take_switch(job, from, "rotary", l->rotary_base > 0, positions);
-    take_switch(job, from, "alibi", l->alibi, positions);
-    take_limit(job, from, "window", (double)l->window);
-    take_limit(job, from, "softcap", (double)l->softcap);
+    take_switch(job, from, "rotary", l->scores.rotary_base > 0, positions);
+    take_switch(job, from, "alibi", l->scores.alibi, positions);
+    take_limit(job, from, "window", (double)l->scores.window);
+    take_limit(job, from, "softcap", (double)l->scores.softcap);
     take_switch(job, from, "rmsnorm", l->norm == MT_RMS_NORM, "layer normalisation");
     take_switch(job, from, "untied", d->untied_head, "an output head that is its embedding");
     take_positions(job, from);

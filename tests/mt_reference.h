@@ -277,7 +277,7 @@ static inline int64_t ref_qkv_cols(const mt_attention_desc *s) {
 
 static inline int ref_sees(const mt_attention_desc *s, int64_t b, int64_t i, int64_t j) {
     if (s->lengths && j >= s->lengths[b]) return 0;
-    return s->mask == MT_MASK_BIDIRECTIONAL || j <= i;
+    return s->scores.mask == MT_MASK_BIDIRECTIONAL || j <= i;
 }
 
 /* Returns the first column of the query of head a (part 0), or of the key (1) or value (2) of its group. */
@@ -293,7 +293,8 @@ static inline int64_t ref_col(const mt_attention_desc *s, int64_t a, int part) {
    of the exponentials. */
 static inline double ref_probabilities(const mt_attention_desc *s, const double *qkv, int64_t b, int64_t a, int64_t i,
                                        double *p) {
-    double scale = s->scale != 0.0f ? (double)s->scale : 1 / sqrt((double)s->head_dim), top = -INFINITY, sum = 0;
+    double scale = s->scores.scale != 0.0f ? (double)s->scores.scale : 1 / sqrt((double)s->head_dim), top = -INFINITY,
+           sum = 0;
     int64_t j, d, w = ref_qkv_cols(s);
     for (j = 0; j < s->seq; j++) {
         const double *q = qkv + (b * s->seq + i) * w + ref_col(s, a, 0),
@@ -337,7 +338,7 @@ static inline void ref_attention_forward(const mt_attention_desc *s, const doubl
 static inline void ref_attention_backward(const ref_attention *r, const double *qkv, double *dqkv) {
     const mt_attention_desc *s = &r->s;
     int64_t b, a, i, j, d, h = ref_heads(s), w = ref_qkv_cols(s), n = s->head_dim;
-    double scale = s->scale != 0.0f ? (double)s->scale : 1 / sqrt((double)n);
+    double scale = s->scores.scale != 0.0f ? (double)s->scores.scale : 1 / sqrt((double)n);
     double *p = (double *)malloc((size_t)s->seq * sizeof *p), *dp = (double *)malloc((size_t)s->seq * sizeof *p);
     memset(dqkv, 0, (size_t)(s->batch * s->seq * w) * sizeof *dqkv);
     for (b = 0; b < s->batch; b++)

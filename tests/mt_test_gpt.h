@@ -132,10 +132,10 @@ static inline mt_gpt_desc gpt_model(const gpt_run *r) {
         d.layer.heads = d.layer.kv_heads = 2;
     }
     if (r->scores == 1 || r->scores == 2) {
-        d.layer.window = 4;
-        d.layer.softcap = 1.5f;
+        d.layer.scores.window = 4;
+        d.layer.scores.softcap = 1.5f;
     }
-    d.layer.alibi = r->scores >= 2;
+    d.layer.scores.alibi = r->scores >= 2;
     d.layer.recompute = r->recompute;
     d.layer.qkv_layout = r->qkv_layout;
     if (r->llama == 2 || r->llama == GPT_BERT) d.layer.placement = MT_POST_LN;
@@ -145,7 +145,7 @@ static inline mt_gpt_desc gpt_model(const gpt_run *r) {
     d.label_smoothing = 0.1f;
     d.layer.norm = MT_RMS_NORM;
     d.layer.activation = MT_SWIGLU;
-    d.layer.rotary_base = 100.0f;
+    d.layer.scores.rotary_base = 100.0f;
     d.layer.no_bias = 1;
     return d;
 }

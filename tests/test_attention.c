@@ -42,8 +42,8 @@ static int sees(const problem *p, int64_t b, int64_t a, int64_t i, int64_t j) {
     const mt_attention_desc *s = &p->s;
     int64_t position = i + s->kv_seq - s->seq;
     if (s->lengths && j >= s->lengths[b]) return 0;
-    if (s->mask == MT_MASK_CAUSAL && j > position) return 0;
-    if (s->window && llabs((long long)(position - j)) >= s->window) return 0;
+    if (s->scores.mask == MT_MASK_CAUSAL && j > position) return 0;
+    if (s->scores.window && llabs((long long)(position - j)) >= s->scores.window) return 0;
     if (s->cu_seqlens && document(s, b * s->seq + i) != document(s, b * s->seq + j)) return 0;
     return !p->seen || p->seen[bias_index(p, b, a, i, j)];
 }
@@ -52,8 +52,8 @@ static double score(const problem *p, const double *x, int64_t b, int64_t a, int
     const mt_attention_desc *s = &p->s;
     const double *q = x + ((b * s->seq + i) * heads_of(p) + a) * s->head_dim;
     const double *k = x + q_size(p) + ((b * s->kv_seq + j) * s->groups + a / s->heads_per_group) * s->head_dim;
-    double v = ref_dot(q, k, (size_t)s->head_dim) * (double)s->scale, cap = (double)s->softcap;
-    if (s->softcap > 0) v = cap * tanh(v / cap);
+    double v = ref_dot(q, k, (size_t)s->head_dim) * (double)s->scores.scale, cap = (double)s->scores.softcap;
+    if (s->scores.softcap > 0) v = cap * tanh(v / cap);
     if (s->alibi_slopes) v -= (double)s->alibi_slopes[a] * (double)llabs((long long)(i + s->kv_seq - s->seq - j));
     if (s->bias.data) v += x[q_size(p) + 2 * k_size(p) + bias_index(p, b, a, i, j)];
     return v;
@@ -160,8 +160,8 @@ static void try_attention(mt_attention_desc s, const unsigned char *seen) {
     if (!p.s.kv_seq) p.s.kv_seq = s.seq;
     if (!p.s.bias_batch) p.s.bias_batch = 1;
     if (!p.s.bias_heads) p.s.bias_heads = 1;
-    if (p.s.scale == 0) p.s.scale = (float)(1 / sqrt((double)s.head_dim));
-    if (s.scale == (float)MT_ZERO) p.s.scale = 0;
+    if (p.s.scores.scale == 0) p.s.scores.scale = (float)(1 / sqrt((double)s.head_dim));
+    if (s.scores.scale == (float)MT_ZERO) p.s.scores.scale = 0;
     if (seen) p.s.bias = mt_none();
     x = random_tensors(&p);
     all = inputs(&p, &x);
@@ -184,7 +184,7 @@ static mt_attention_desc shape(int64_t batch, int64_t seq, int64_t groups, int64
     mt_attention_desc s;
     memset(&s, 0, sizeof s);
     s.batch = batch, s.seq = seq, s.groups = groups, s.heads_per_group = members, s.head_dim = dim;
-    s.mask = (mt_mask)mask;
+    s.scores.mask = (mt_mask)mask;
     return s;
 }
 
@@ -235,7 +235,7 @@ static void test_kv_seq(void **state) {
         mt_attention_desc s = shape(2, sizes[i / 6][0], 2, 1 + i % 3, 4, i / 3 % 2);
         s.kv_seq = sizes[i / 6][1];
         if (i % 3 == 1 && s.kv_seq >= 4) s.lengths = lengths;
-        if (i % 3 == 2) s.window = 3;
+        if (i % 3 == 2) s.scores.window = 3;
         try_attention(s, NULL);
     }
 }
@@ -247,7 +247,7 @@ static void test_window(void **state) {
     for (mask = 0; mask < 2; mask++)
         for (window = 1; window < 12; window += 1 + window / 4) {
             mt_attention_desc s = shape(2, 10, 1, 2, 5, mask);
-            s.window = window < 11 ? window : INT64_MAX;
+            s.scores.window = window < 11 ? window : INT64_MAX;
             try_attention(s, NULL);
         }
 }
@@ -258,7 +258,7 @@ static void test_softcap(void **state) {
     (void)state;
     for (i = 0; i < 6; i++) {
         mt_attention_desc s = shape(1, 8, 2, 2, 6, i % 2);
-        s.softcap = caps[i / 2];
+        s.scores.softcap = caps[i / 2];
         try_attention(s, NULL);
     }
 }
@@ -269,7 +269,7 @@ static void test_alibi(void **state) {
     (void)state;
     for (i = 0; i < 4; i++) {
         mt_attention_desc s = shape(2, 6, 2, 2, 4, i % 2);
-        s.alibi_slopes = slopes;
+        s.scores.alibi = 1, s.alibi_slopes = slopes;
         if (i / 2) s.kv_seq = 9;
         try_attention(s, NULL);
     }
@@ -288,7 +288,7 @@ static void test_documents(void **state) {
         s.cu_seqlens = i / 2 < 3 ? packed[i / 2] : each;
         s.documents = i / 2 < 3 ? counts[i / 2] : 16;
         try_attention(s, NULL);
-        s.window = 2;
+        s.scores.window = 2;
         try_attention(s, NULL);
     }
 }
@@ -321,7 +321,7 @@ static void test_bias(void **state) {
         mt_attention_desc s = shape(2, 5, 2, 2, 4, i % 2);
         int64_t j;
         s.bias_batch = i & 2 ? 2 : 1, s.bias_heads = i & 4 ? 4 : 0;
-        if (i & 8) s.kv_seq = 7, s.softcap = 2.0f;
+        if (i & 8) s.kv_seq = 7, s.scores.softcap = 2.0f;
         s.bias = ref_random(s.bias_batch * (i & 4 ? 4 : 1) * 5, i & 8 ? 7 : 5, 3, 1.0f, 0);
         try_attention(s, NULL);
         s.bias = ref_random(s.bias_batch * (i & 4 ? 4 : 1) * 5, i & 8 ? 7 : 5, 3, 1.0f, 0);
@@ -425,7 +425,8 @@ static void test_together(void **state) {
     (void)state;
     for (i = 0; i < 4; i++) {
         mt_attention_desc s = shape(2, 11, 2, 2, 6, i % 2);
-        s.lengths = lengths, s.window = 6, s.softcap = 4.0f, s.alibi_slopes = slopes, s.scale = 0.7f;
+        s.lengths = lengths, s.scores.window = 6, s.scores.softcap = 4.0f;
+        s.scores.scale = 0.7f, s.scores.alibi = 1, s.alibi_slopes = slopes;
         s.cu_seqlens = documents, s.documents = 3;
         s.bias = ref_random(4 * 11, 11, 0, 1, 0), s.bias_heads = 4;
         s.dropout.p = i / 2 ? 0.4f : 0.0f;
@@ -441,9 +442,9 @@ static void test_scale_of_zero(void **state) {
     (void)state;
     for (int i = 0; i < 4; i++) {
         mt_attention_desc s = shape(2, 11, 2, 2, 6, i % 2);
-        s.scale = MT_ZERO;
-        s.alibi_slopes = i / 2 ? slopes : NULL;
-        s.softcap = i == 3 ? 4.0f : 0.0f;
+        s.scores.scale = MT_ZERO;
+        s.scores.alibi = i / 2, s.alibi_slopes = i / 2 ? slopes : NULL;
+        s.scores.softcap = i == 3 ? 4.0f : 0.0f;
         try_attention(s, NULL);
     }
 }
@@ -463,7 +464,7 @@ static void test_panels(void **state) {
                 if (llabs((long long)(i - j)) >= 5) ref_row(s.bias, i)[j] = -INFINITY;
         for (i = 0; i < 2; i++) {
             out[i] = ref_guarded(n, 16, 0), lse[i] = ref_guarded(2, n, 0), dqkv[i] = ref_guarded(n, 32, 0);
-            if (i == 1) s.bias = mt_none(), s.window = 5;
+            if (i == 1) s.bias = mt_none(), s.scores.window = 5;
             OK(mt_attention_forward(ref.ctx, &s, qkv, out[i], lse[i]));
             OK(mt_attention_backward(ref.ctx, &s, qkv, out[i], lse[i], dout, dqkv[i]));
         }
@@ -520,7 +521,7 @@ static void backward(const problem *p, const double *x, const double *out, const
                     double w, keep = ref_keep(s->dropout, e), ds;
                     if (!sees(p, b, a, i, j)) continue;
                     w = exp(score(p, x, b, a, i, j) - l);
-                    ds = (double)s->scale * w * (keep * ref_dot(p->dout + q, x + v, (size_t)dim) - delta);
+                    ds = (double)s->scores.scale * w * (keep * ref_dot(p->dout + q, x + v, (size_t)dim) - delta);
                     for (d = 0; d < dim; d++) {
                         g[q + d] += ds * x[k + d];
                         g[k + d] += ds * x[q + d];
@@ -584,7 +585,7 @@ static void try_bf16(mt_attention_desc s) {
     memset(&p, 0, sizeof p);
     p.s = s;
     if (!p.s.kv_seq) p.s.kv_seq = s.seq;
-    p.s.scale = (float)(1 / sqrt((double)s.head_dim));
+    p.s.scores.scale = (float)(1 / sqrt((double)s.head_dim));
     x = random_tensors(&p), y = x;
     y.q = bf16_of(x.q, 3), y.k = bf16_of(x.k, 0), y.v = bf16_of(x.v, 1), y.dout = bf16_of(x.dout, 2);
     y.out = bf16_of(x.out, 1), y.dq = bf16_of(x.dq, 0), y.dk = bf16_of(x.dk, 5), y.dv = bf16_of(x.dv, 1);
@@ -621,7 +622,7 @@ static void test_bf16(void **state) {
         s.kv_seq = 407, s.lengths = lengths;
         try_bf16(s);
         s = shape(1, 97, 1, 1, dims[i], i % 2);
-        s.kv_seq = 130, s.window = 11;
+        s.kv_seq = 130, s.scores.window = 11;
         try_bf16(s);
         s = shape(1, 3, 1, 2, dims[i], 1);
         s.kv_seq = 1;
@@ -879,8 +880,8 @@ static void test_golden(void **state) {
         const golden_case *c = &golden_cases[i];
         mt_attention_desc s = shape(2, c->seq, 2, 2, 4, c->bidirectional);
         tensors x;
-        s.kv_seq = c->kv_seq, s.window = c->window, s.softcap = c->softcap;
-        if (c->alibi) s.alibi_slopes = slopes;
+        s.kv_seq = c->kv_seq, s.scores.window = c->window, s.scores.softcap = c->softcap;
+        if (c->alibi) s.scores.alibi = 1, s.alibi_slopes = slopes;
         if (c->documents) s.cu_seqlens = documents, s.documents = 4;
         s.bias_batch = c->bias_batch, s.bias_heads = c->bias_heads;
         if (c->mask) s.bias = golden_mask(file, c, seen);
@@ -919,15 +920,19 @@ static void test_refusals(void **state) {
     p.s.kv_seq = 6;
     x = random_tensors(&p);
     run(&good, &x);
-    s = good, s.window = -1;
+    s = good, s.scores.window = -1;
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "window is -1", FORWARD(s));
-    s = good, s.softcap = -1.0f;
+    s = good, s.scores.softcap = -1.0f;
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "softcap is -1, must be at least 0 and finite", FORWARD(s));
     s = good, s.kv_seq = 5;
     ASSERT_REFUSED(MT_ERR_SHAPE, "k is [12, 8], must be [10, 8]", FORWARD(s));
     s = good, s.kv_seq = -1;
     ASSERT_REFUSED(MT_ERR_SHAPE, "kv_seq is -1, must be from 0 to 2147483647", FORWARD(s));
+    s = good, s.scores.alibi = 1;
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "scores.alibi is 1, but alibi_slopes is NULL", FORWARD(s));
     s = good, s.alibi_slopes = negative;
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "scores.alibi is 0, but alibi_slopes is set", FORWARD(s));
+    s.scores.alibi = 1;
     ASSERT_REFUSED(MT_ERR_DATA, "alibi_slopes[1] is -1", FORWARD(s));
     s = good, s.cu_seqlens = unsorted, s.documents = 3;
     ASSERT_REFUSED(MT_ERR_DATA, "cu_seqlens[2] is 5", FORWARD(s));

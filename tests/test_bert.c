@@ -64,7 +64,7 @@ static const bert_case cases[] = {
                 .placement = MT_RESIDUAL_POST_LN,
                 .norm = MT_RMS_NORM,
                 .activation = MT_SQUARED_RELU,
-                .rotary_base = 100.0f,
+                .scores.rotary_base = 100.0f,
                 .no_bias = 1,
                 .attention_dropout = 0.1f}},
      1,

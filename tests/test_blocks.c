@@ -153,17 +153,18 @@ static const block_case cases[] = {
     {"mlp, bias left to the caller", MLP, .mlp = {.hidden = 16, .ffn = 5, .skip_bias_add = 1}},
     {"attention", ATTENTION, .attention = {ATT_MHA}},
     {"attention, dropout", ATTENTION, .attention = {ATT_MHA, .dropout = 0.2f, .layer_number = 3}},
-    {"attention, both ways, no bias", ATTENTION, .attention = {ATT_MHA, .mask = MT_MASK_BIDIRECTIONAL, .no_bias = 1}},
-    {"attention, lengths", ATTENTION, .attention = {ATT_MHA, .mask = MT_MASK_BIDIRECTIONAL, .dropout = 0.1f},
+    {"attention, both ways, no bias", ATTENTION,
+     .attention = {ATT_MHA, .scores.mask = MT_MASK_BIDIRECTIONAL, .no_bias = 1}},
+    {"attention, lengths", ATTENTION, .attention = {ATT_MHA, .scores.mask = MT_MASK_BIDIRECTIONAL, .dropout = 0.1f},
      .lengths = 1},
     {"attention, causal with lengths", ATTENTION, .attention = {ATT_MHA}, .lengths = 1},
-    {"attention, groups, rotary", ATTENTION, .attention = {ATT_GQA, .rotary_base = 100.0f, .max_seq = 12}},
+    {"attention, groups, rotary", ATTENTION, .attention = {ATT_GQA, .scores.rotary_base = 100.0f, .max_seq = 12}},
     {"attention, rotary table longer than the sequences", ATTENTION,
-     .attention = {ATT_MHA, .rotary_base = 10000.0f, .max_seq = 50, .dropout = 0.1f}},
+     .attention = {ATT_MHA, .scores.rotary_base = 10000.0f, .max_seq = 50, .dropout = 0.1f}},
     {"attention, groups, bias left to the caller", ATTENTION,
      .attention = {ATT_GQA, .dropout = 0.1f, .skip_bias_add = 1}},
     {"attention, 6 groups", ATTENTION,
-     .attention = {.hidden = 24, .heads = 12, .kv_heads = 6, .rotary_base = 50.0f, .max_seq = 12}},
+     .attention = {.hidden = 24, .heads = 12, .kv_heads = 6, .scores.rotary_base = 50.0f, .max_seq = 12}},
     {"attention, 6 groups, dropout", ATTENTION,
      .attention = {.hidden = 24, .heads = 12, .kv_heads = 6, .dropout = 0.2f}},
     {"attention, 5 heads, dropout, lengths", ATTENTION, .attention = {.hidden = 20, .heads = 5, .dropout = 0.2f},
@@ -171,10 +172,10 @@ static const block_case cases[] = {
     {"layer, pre-LN", LAYER, .layer = {ATT_MHA, .attention_dropout = 0.1f, .hidden_dropout = 0.1f, .layer_number = 2}},
     {"layer, pre-LN, no dropout", LAYER, .layer = {ATT_MHA}},
     {"layer, pre-RMS, Llama", LAYER,
-     .layer = {ATT_GQA, .norm = MT_RMS_NORM, .activation = MT_SWIGLU, .ffn = 43, .rotary_base = 10000.0f, .max_seq = 12,
-               .no_bias = 1, .hidden_dropout = 0.1f}},
+     .layer = {ATT_GQA, .norm = MT_RMS_NORM, .activation = MT_SWIGLU, .ffn = 43, .scores.rotary_base = 10000.0f,
+               .max_seq = 12, .no_bias = 1, .hidden_dropout = 0.1f}},
     {"layer, post-LN, BERT", LAYER,
-     .layer = {ATT_MHA, .placement = MT_POST_LN, .activation = MT_GELU_ERF, .mask = MT_MASK_BIDIRECTIONAL,
+     .layer = {ATT_MHA, .placement = MT_POST_LN, .activation = MT_GELU_ERF, .scores.mask = MT_MASK_BIDIRECTIONAL,
                .attention_dropout = 0.1f, .hidden_dropout = 0.2f},
      .lengths = 1},
     {"layer, post-RMS", LAYER, .layer = {ATT_MHA, .placement = MT_POST_LN, .norm = MT_RMS_NORM, .no_bias = 1}},
@@ -192,44 +193,49 @@ static const block_case cases[] = {
     {"mlp, relu", MLP, .mlp = {.hidden = 16, .activation = MT_RELU}},
     {"mlp, tanh instead of GELU", MLP, .mlp = {.hidden = 16, .activation = MT_TANH}},
     {"attention, concatenated, rotary", ATTENTION,
-     .attention = {ATT_MHA, .qkv_layout = MT_QKV_CONCATENATED, .rotary_base = 100.0f, .max_seq = 12, .dropout = 0.1f},
+     .attention = {ATT_MHA, .qkv_layout = MT_QKV_CONCATENATED, .scores.rotary_base = 100.0f, .max_seq = 12,
+                   .dropout = 0.1f},
      .lengths = 1},
     {"layer, concatenated", LAYER,
      .layer = {ATT_MHA, .qkv_layout = MT_QKV_CONCATENATED, .attention_dropout = 0.1f, .no_bias = 1}},
     {"attention, separate, groups, rotary", ATTENTION,
-     .attention = {ATT_GQA, .qkv_layout = MT_QKV_SEPARATE, .rotary_base = 100.0f, .max_seq = 12, .dropout = 0.1f},
+     .attention = {ATT_GQA, .qkv_layout = MT_QKV_SEPARATE, .scores.rotary_base = 100.0f, .max_seq = 12,
+                   .dropout = 0.1f},
      .lengths = 1},
     {"layer, separate", LAYER, .layer = {ATT_MHA, .qkv_layout = MT_QKV_SEPARATE, .attention_dropout = 0.1f}},
     {"layer, groups, rotary in pairs of half a head", LAYER,
-     .layer = {ATT_GQA, .rotary_base = 100.0f, .max_seq = 12, .rotary_form = MT_ROTARY_PAIRS, .rotary_dim = 2}},
+     .layer = {ATT_GQA, .scores.rotary_base = 100.0f, .max_seq = 12, .scores.rotary_form = MT_ROTARY_PAIRS,
+               .scores.rotary_dim = 2}},
     {"attention, 1 group of 8 heads, dropout", ATTENTION,
      .attention = {.hidden = 32, .heads = 8, .kv_heads = 1, .dropout = 0.2f}, .lengths = 1},
     {"attention, 2 groups of 6 heads, rotary", ATTENTION,
-     .attention = {.hidden = 24, .heads = 12, .kv_heads = 2, .rotary_base = 50.0f, .max_seq = 12}},
+     .attention = {.hidden = 24, .heads = 12, .kv_heads = 2, .scores.rotary_base = 50.0f, .max_seq = 12}},
     {"attention, 3 groups of 4 heads, no bias", ATTENTION,
      .attention = {.hidden = 24, .heads = 12, .kv_heads = 3, .no_bias = 1, .dropout = 0.2f}},
     {"attention, separate, 2 groups of 6 heads", ATTENTION,
      .attention = {.hidden = 24, .heads = 12, .kv_heads = 2, .qkv_layout = MT_QKV_SEPARATE, .dropout = 0.2f}},
     {"layer, 1 group of 8 heads", LAYER, .layer = {.hidden = 32, .heads = 8, .kv_heads = 1, .attention_dropout = 0.1f}},
     {"attention, window, soft cap, lengths", ATTENTION,
-     .attention = {ATT_MHA, .mask = MT_MASK_BIDIRECTIONAL, .window = 4, .softcap = 1.5f, .dropout = 0.1f},
+     .attention = {ATT_MHA, .scores.mask = MT_MASK_BIDIRECTIONAL, .scores.window = 4, .scores.softcap = 1.5f,
+                   .dropout = 0.1f},
      .lengths = 1},
     {"attention, 5 heads with ALiBi, packed", ATTENTION,
-     .attention = {.hidden = 20, .heads = 5, .alibi = 1, .dropout = 0.2f}, .packed = 1},
+     .attention = {.hidden = 20, .heads = 5, .scores.alibi = 1, .dropout = 0.2f}, .packed = 1},
     {"attention, groups with ALiBi, rotary, packed", ATTENTION,
-     .attention = {ATT_GQA, .alibi = 1, .window = 6, .rotary_base = 100.0f, .max_seq = 12}, .packed = 1},
+     .attention = {ATT_GQA, .scores.alibi = 1, .scores.window = 6, .scores.rotary_base = 100.0f, .max_seq = 12},
+     .packed = 1},
     {"attention, 2 groups of 6 heads with ALiBi", ATTENTION,
-     .attention = {.hidden = 24, .heads = 12, .kv_heads = 2, .alibi = 1}, .bias = ONE_BIAS},
-    {"attention, mask", ATTENTION, .attention = {ATT_MHA, .mask = MT_MASK_BIDIRECTIONAL}, .bias = MASK},
+     .attention = {.hidden = 24, .heads = 12, .kv_heads = 2, .scores.alibi = 1}, .bias = ONE_BIAS},
+    {"attention, mask", ATTENTION, .attention = {ATT_MHA, .scores.mask = MT_MASK_BIDIRECTIONAL}, .bias = MASK},
     {"attention, groups, a mask for each sequence and head", ATTENTION, .attention = {ATT_GQA, .dropout = 0.1f},
      .bias = FULL_MASK},
     {"attention, 5 heads, a bias for each", ATTENTION, .attention = {.hidden = 20, .heads = 5, .dropout = 0.1f},
      .bias = HEAD_BIAS},
     {"attention, separate, a bias for each sequence and head", ATTENTION,
-     .attention = {ATT_GQA, .qkv_layout = MT_QKV_SEPARATE, .softcap = 2.0f}, .bias = FULL_BIAS},
+     .attention = {ATT_GQA, .qkv_layout = MT_QKV_SEPARATE, .scores.softcap = 2.0f}, .bias = FULL_BIAS},
     {"layer, ALiBi, window, soft cap, packed, a bias for each head", LAYER,
-     .layer = {ATT_MHA, .alibi = 1, .window = 5, .softcap = 1.0f, .attention_dropout = 0.1f}, .packed = 1,
-     .bias = HEAD_BIAS}};
+     .layer = {ATT_MHA, .scores.alibi = 1, .scores.window = 5, .scores.softcap = 1.0f, .attention_dropout = 0.1f},
+     .packed = 1, .bias = HEAD_BIAS}};
 #define CASES ((int)(sizeof cases / sizeof *cases))
 #define SEQUENCES 2
 #define SEQ 12
@@ -421,18 +427,25 @@ static const block_case small_cases[] = {
     {"mlp, tanh instead of GELU", MLP, .mlp = {.hidden = 8, .ffn = 12, .activation = MT_TANH}},
     {"attention", ATTENTION, .attention = {.hidden = 12, .heads = 3, .dropout = 0.2f}},
     {"attention, groups, rotary", ATTENTION,
-     .attention = {.hidden = 16, .heads = 4, .kv_heads = 2, .rotary_base = 10.0f, .max_seq = 9, .dropout = 0.2f}},
-    {"attention, both ways, lengths", ATTENTION,
-     .attention = {.hidden = 12, .heads = 3, .mask = MT_MASK_BIDIRECTIONAL, .dropout = 0.2f}, .lengths = 1},
-    {"attention, concatenated", ATTENTION,
-     .attention = {.hidden = 12, .heads = 3, .qkv_layout = MT_QKV_CONCATENATED, .rotary_base = 10.0f, .max_seq = 9}},
-    {"attention, separate, groups", ATTENTION,
      .attention =
-         {.hidden = 16, .heads = 4, .kv_heads = 2, .qkv_layout = MT_QKV_SEPARATE, .rotary_base = 10.0f, .max_seq = 9}},
+         {.hidden = 16, .heads = 4, .kv_heads = 2, .scores.rotary_base = 10.0f, .max_seq = 9, .dropout = 0.2f}},
+    {"attention, both ways, lengths", ATTENTION,
+     .attention = {.hidden = 12, .heads = 3, .scores.mask = MT_MASK_BIDIRECTIONAL, .dropout = 0.2f}, .lengths = 1},
+    {"attention, concatenated", ATTENTION,
+     .attention =
+         {.hidden = 12, .heads = 3, .qkv_layout = MT_QKV_CONCATENATED, .scores.rotary_base = 10.0f, .max_seq = 9}},
+    {"attention, separate, groups", ATTENTION,
+     .attention = {.hidden = 16,
+                   .heads = 4,
+                   .kv_heads = 2,
+                   .qkv_layout = MT_QKV_SEPARATE,
+                   .scores.rotary_base = 10.0f,
+                   .max_seq = 9}},
     {"attention, rotary in pairs", ATTENTION,
-     .attention = {.hidden = 12, .heads = 3, .rotary_base = 10.0f, .max_seq = 9, .rotary_form = MT_ROTARY_PAIRS}},
+     .attention =
+         {.hidden = 12, .heads = 3, .scores.rotary_base = 10.0f, .max_seq = 9, .scores.rotary_form = MT_ROTARY_PAIRS}},
     {"attention, rotary of two features", ATTENTION,
-     .attention = {.hidden = 9, .heads = 3, .rotary_base = 10.0f, .max_seq = 9, .rotary_dim = 2}},
+     .attention = {.hidden = 9, .heads = 3, .scores.rotary_base = 10.0f, .max_seq = 9, .scores.rotary_dim = 2}},
     {"layer, pre-LN", LAYER,
      .layer = {.hidden = 8, .heads = 2, .ffn = 12, .attention_dropout = 0.2f, .hidden_dropout = 0.2f}},
     {"layer, pre-RMS, swiglu", LAYER,
@@ -458,15 +471,22 @@ static const block_case small_cases[] = {
                .attention_dropout = 0.2f,
                .hidden_dropout = 0.2f}},
     {"attention, window, soft cap, packed, rotary", ATTENTION,
-     .attention = {.hidden = 12, .heads = 2, .window = 3, .softcap = 0.5f, .rotary_base = 10.0f, .max_seq = 9},
+     .attention = {.hidden = 12,
+                   .heads = 2,
+                   .scores.window = 3,
+                   .scores.softcap = 0.5f,
+                   .scores.scale = 0.8f,
+                   .scores.rotary_base = 10.0f,
+                   .max_seq = 9},
      .packed = 1},
     {"attention, ALiBi, a bias for each sequence and head", ATTENTION,
-     .attention = {.hidden = 12, .heads = 3, .alibi = 1, .softcap = 1.0f, .dropout = 0.2f}, .bias = FULL_BIAS},
+     .attention = {.hidden = 12, .heads = 3, .scores.alibi = 1, .scores.softcap = 1.0f, .dropout = 0.2f},
+     .bias = FULL_BIAS},
     {"layer, ALiBi, window, one bias", LAYER,
-     .layer = {.hidden = 8, .heads = 2, .ffn = 12, .alibi = 1, .window = 4, .attention_dropout = 0.2f},
+     .layer = {.hidden = 8, .heads = 2, .ffn = 12, .scores.alibi = 1, .scores.window = 4, .attention_dropout = 0.2f},
      .bias = ONE_BIAS},
-    {"attention, mask, packed", ATTENTION, .attention = {.hidden = 12, .heads = 3, .mask = MT_MASK_BIDIRECTIONAL},
-     .packed = 1, .bias = MASK},
+    {"attention, mask, packed", ATTENTION,
+     .attention = {.hidden = 12, .heads = 3, .scores.mask = MT_MASK_BIDIRECTIONAL}, .packed = 1, .bias = MASK},
 };
 #define SMALL_CASES ((int)(sizeof small_cases / sizeof *small_cases))
 
@@ -860,7 +880,7 @@ static const gpt_case gpt_cases[] = {
                 .ffn = 21,
                 .norm = MT_RMS_NORM,
                 .activation = MT_SWIGLU,
-                .rotary_base = 100.0f,
+                .scores.rotary_base = 100.0f,
                 .no_bias = 1,
                 .hidden_dropout = 0.1f}},
      0},
@@ -872,7 +892,7 @@ static const gpt_case gpt_cases[] = {
       .layer = {.hidden = 16,
                 .heads = 4,
                 .placement = MT_POST_LN,
-                .mask = MT_MASK_BIDIRECTIONAL,
+                .scores.mask = MT_MASK_BIDIRECTIONAL,
                 .activation = MT_GELU_ERF,
                 .attention_dropout = 0.1f,
                 .hidden_dropout = 0.1f}},
@@ -1168,7 +1188,8 @@ static void test_gpt_parameters(void **state) {
                                         "decoder.final_layernorm.bias"};
     double square = 0;
     const mt_param *p;
-    const mt_gpt_desc alibi = {.vocab = 9, .layers = 1, .max_seq = 4, .layer = {.hidden = 8, .heads = 2, .alibi = 1}};
+    const mt_gpt_desc alibi = {
+        .vocab = 9, .layers = 1, .max_seq = 4, .layer = {.hidden = 8, .heads = 2, .scores.alibi = 1}};
     test_rank r;
     mt_gpt gpt;
     (void)state;
@@ -1223,8 +1244,11 @@ static void test_shared_bias_gradient_in_invariant_mode(void **state) {
 static void test_packed_documents_are_alone(void **state) {
     static const mt_gpt_desc models[] = {
         {.vocab = VOCAB, .layers = 2, .max_seq = 8, .layer = {.hidden = 16, .heads = 4}},
-        {.vocab = VOCAB, .layers = 2, .max_seq = 8, .layer = {.hidden = 16, .heads = 4, .rotary_base = 10.0f}},
-        {.vocab = VOCAB, .layers = 1, .max_seq = 8, .layer = {.hidden = 20, .heads = 5, .alibi = 1, .window = 3}}};
+        {.vocab = VOCAB, .layers = 2, .max_seq = 8, .layer = {.hidden = 16, .heads = 4, .scores.rotary_base = 10.0f}},
+        {.vocab = VOCAB,
+         .layers = 1,
+         .max_seq = 8,
+         .layer = {.hidden = 20, .heads = 5, .scores.alibi = 1, .scores.window = 3}}};
     static const int32_t cu_seqlens[] = {0, 3, 4, 11, 16}, alone[] = {0, 3, 4, 8, 11, 16};
     int32_t ids[17];
     uint64_t seed = 5;
@@ -1319,7 +1343,7 @@ static void test_gpt_gradients_are_finite_differences(void **state) {
             .ids = ids,
             .targets = targets};
         d.layer.placement = i == 2 ? MT_POST_LN : MT_PRE_LN;
-        d.layer.rotary_base = i == 2 ? 10.0f : 0.0f;
+        d.layer.scores.rotary_base = i == 2 ? 10.0f : 0.0f;
         ASSERT_STATUS(r.ctx, MT_SUCCESS, test_rank_renew(&r));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &d, &p.gpt));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
@@ -1651,10 +1675,10 @@ static void test_layouts_are_permutations(void **state) {
         mt_qkv_layout layout;
         mt_self_attention_desc desc;
     } tries[] = {
-        {MT_QKV_CONCATENATED, {ATT_MHA, .rotary_base = 100.0f, .max_seq = 12, .dropout = 0.2f}},
-        {MT_QKV_CONCATENATED, {ATT_MHA, .mask = MT_MASK_BIDIRECTIONAL, .recompute_core = 1}},
-        {MT_QKV_SEPARATE, {ATT_GQA, .rotary_base = 100.0f, .max_seq = 12, .dropout = 0.2f}},
-        {MT_QKV_SEPARATE, {ATT_MHA, .mask = MT_MASK_BIDIRECTIONAL, .recompute_core = 1}},
+        {MT_QKV_CONCATENATED, {ATT_MHA, .scores.rotary_base = 100.0f, .max_seq = 12, .dropout = 0.2f}},
+        {MT_QKV_CONCATENATED, {ATT_MHA, .scores.mask = MT_MASK_BIDIRECTIONAL, .recompute_core = 1}},
+        {MT_QKV_SEPARATE, {ATT_GQA, .scores.rotary_base = 100.0f, .max_seq = 12, .dropout = 0.2f}},
+        {MT_QKV_SEPARATE, {ATT_MHA, .scores.mask = MT_MASK_BIDIRECTIONAL, .recompute_core = 1}},
     };
     static layout_run run;
     (void)state;
@@ -1700,8 +1724,8 @@ static void convert_to_pairs(test_rank *r, const mt_transformer_layer_desc *d, m
     float *x = (float *)p->value.data, *q = test_floats(r, nq, NAN), *k = test_floats(r, nk, NAN),
           *v = test_floats(r, nk, NAN), *q2 = test_floats(r, nq, NAN), *k2 = test_floats(r, nk, NAN);
     assert_int_equal(mt_qkv_to_separate(d->heads, d->kv_heads, head, rows, x, q, k, v), MT_SUCCESS);
-    assert_int_equal(mt_rotary_pairs_from_halves(d->heads, head, d->rotary_dim, rows, q, q2), MT_SUCCESS);
-    assert_int_equal(mt_rotary_pairs_from_halves(d->kv_heads, head, d->rotary_dim, rows, k, k2), MT_SUCCESS);
+    assert_int_equal(mt_rotary_pairs_from_halves(d->heads, head, d->scores.rotary_dim, rows, q, q2), MT_SUCCESS);
+    assert_int_equal(mt_rotary_pairs_from_halves(d->kv_heads, head, d->scores.rotary_dim, rows, k, k2), MT_SUCCESS);
     assert_int_equal(mt_qkv_from_separate(d->heads, d->kv_heads, head, rows, q2, k2, v, x), MT_SUCCESS);
 }
 
@@ -1717,9 +1741,9 @@ static void test_rotary_forms(void **state) {
             mt_gpt_desc d = {.vocab = 11, .layers = 2, .max_seq = 5};
             mt_batch batch = {.sequences = 2, .seq = 5};
             mt_gpt gpt;
-            d.layer = (mt_transformer_layer_desc){.hidden = 32, .heads = 4, .kv_heads = 2, .rotary_base = 10.0f};
-            d.layer.rotary_dim = dim;
-            d.layer.rotary_form = i ? MT_ROTARY_PAIRS : MT_ROTARY_HALVES;
+            d.layer = (mt_transformer_layer_desc){.hidden = 32, .heads = 4, .kv_heads = 2, .scores.rotary_base = 10.0f};
+            d.layer.scores.rotary_dim = dim;
+            d.layer.scores.rotary_form = i ? MT_ROTARY_PAIRS : MT_ROTARY_HALVES;
             ASSERT_STATUS(r.ctx, MT_SUCCESS, test_rank_renew(&r));
             ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &d, &gpt));
             ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
@@ -1735,6 +1759,37 @@ static void test_rotary_forms(void **state) {
         for (int i = 0; i < 110; i++) apart = fmax(apart, fabs((double)logits[1][i] - (double)logits[0][i]));
         assert_true(apart > 0.01);
     }
+    test_paper_rank_close(&r);
+}
+
+/* The default scale is 1 / sqrt(features of a head). With 4 times the scale, a layer computes what it computes with 4
+   times the queries. */
+static void test_scale(void **state) {
+    const float scales[] = {0.0f, 1.0f / sqrtf(8.0f), 4.0f / sqrtf(8.0f), 0.0f};
+    float y[4][6 * 32];
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    for (int i = 0; i < 4; i++) {
+        mt_transformer_layer_desc d = {.hidden = 32, .heads = 4, .qkv_layout = MT_QKV_SEPARATE, .no_bias = 1};
+        mt_batch batch = {.sequences = 1, .seq = 6};
+        mt_transformer_layer l;
+        mt_param *query;
+        d.scores.scale = scales[i];
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, test_rank_renew(&r));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_transformer_layer_create(r.ctx, r.params, "l", &d, &l));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, disturb_params(&r, 0.4f));
+        query = l.attention.separate[0].weight;
+        for (int k = 0; i == 3 && k < 32 * 32; k++) ((float *)query->value.data)[k] *= 4.0f;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_transformer_layer_forward(r.ctx, &l, &batch,
+                                                   mt_tensor_f32(test_noise(&r, 6 * 32, 5, 1.0f), 6, 32),
+                                                   mt_tensor_f32(y[i], 6, 32), NULL));
+    }
+    assert_memory_equal(y[1], y[0], sizeof y[0]);
+    assert_int_equal(test_near_f32("y", y[3], y[2], 6 * 32, 1e-5), MT_SUCCESS);
+    assert_true(test_near_f32("y", y[2], y[0], 6 * 32, 1e-2) != MT_SUCCESS);
     test_paper_rank_close(&r);
 }
 
@@ -1931,7 +1986,8 @@ static void test_core_attention_desc(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "qkv", &d, &qkv));
     s = mt_core_attention_desc(&qkv, 4, &batch);
     assert_true(s.batch == 2 && s.seq == 6 && s.groups == 1 && s.heads_per_group == 3 && s.head_dim == 4);
-    assert_true(s.lengths == lengths && s.mask == MT_MASK_CAUSAL && s.scale == 0.0f && s.dropout.p == 0.0f);
+    assert_true(s.lengths == lengths && s.scores.mask == MT_MASK_CAUSAL && s.scores.scale == 0.0f &&
+                s.dropout.p == 0.0f);
     assert_true(s.dropout.at.first_row == 5 && s.dropout.at.first_col == 18 && s.dropout.at.global_cols == 21);
     assert_true(mt_core_attention_desc(&qkv, 3, &batch).heads_per_group == 0);
     assert_true(mt_core_attention_desc(&qkv, 10, &batch).heads_per_group == 0);
@@ -1975,7 +2031,7 @@ static void test_core_attention_refuses(void **state) {
     REFUSED_EXACTLY(r.ctx, MT_ERR_ARGUMENT, "heads_per_group is 0, must be from 1 to 536870909",
                     FORWARD(&bad, 2, qkv, out, two));
     bad.heads_per_group = 2;
-    bad.mask = (mt_mask)5;
+    bad.scores.mask = (mt_mask)5;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mask is 5", FORWARD(&bad, 2, qkv, out, two));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mask is 5", BACKWARD(&bad, 2, qkv, out, two, dout, dqkv));
     bad = s;
@@ -2018,6 +2074,7 @@ static void test_core_attention_shards(void **state) {
     test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
     mt_tensor qkv = mt_tensor_f32(test_noise(&r, 8 * 32, 1, 1.0f), 8, 32);
     mt_tensor dout = mt_tensor_f32(test_noise(&r, 8 * 16, 2, 1.0f), 8, 16), lse = test_tensor(&r, 4, 8, 0.0f);
+    s.scores.alibi = 1;
     s.alibi_slopes = slopes;
     s.bias = mt_tensor_f32(test_noise(&r, 7 * 16, 3, 1.0f), 28, 4);
     s.bias_heads = 7, s.bias_first_head = 2;
@@ -2125,17 +2182,17 @@ static const struct {
     {{.hidden = 16, .heads = 0}, MT_ERR_ARGUMENT, "'a': heads is 0, must be at least 1"},
     {{.hidden = 16, .heads = -4}, MT_ERR_ARGUMENT, "'a': heads is -4, must be at least 1"},
     {{.hidden = 16, .heads = 4, .kv_heads = -2}, MT_ERR_ARGUMENT, "'a': kv_heads is -2, must be at least 0"},
-    {{.hidden = 16, .heads = 4, .mask = (mt_mask)2, .rotary_base = -1.0f},
+    {{.hidden = 16, .heads = 4, .scores.mask = (mt_mask)2, .scores.rotary_base = -1.0f},
      MT_ERR_ARGUMENT,
-     "'a': mask is 2, must be MT_MASK_CAUSAL or MT_MASK_BIDIRECTIONAL"},
-    {{.hidden = 16, .heads = 4, .rotary_base = -1.0f},
+     "'a': scores.mask is 2, must be MT_MASK_CAUSAL or MT_MASK_BIDIRECTIONAL"},
+    {{.hidden = 16, .heads = 4, .scores.rotary_base = -1.0f},
      MT_ERR_ARGUMENT,
-     "'a': rotary_base is -1, must be at least 0 and finite"},
-    {{.hidden = 16, .heads = 4, .rotary_base = INFINITY, .max_seq = 8},
+     "'a': scores.rotary_base is -1, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .scores.rotary_base = INFINITY, .max_seq = 8},
      MT_ERR_ARGUMENT,
-     "'a': rotary_base is inf, must be at least 0 and finite"},
+     "'a': scores.rotary_base is inf, must be at least 0 and finite"},
     {{.hidden = 16, .heads = 4, .max_seq = -1}, MT_ERR_ARGUMENT, "'a': max_seq is -1, must be from 0 to 2147483647"},
-    {{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = HUGE_SIZE},
+    {{.hidden = 16, .heads = 4, .scores.rotary_base = 1e4f, .max_seq = HUGE_SIZE},
      MT_ERR_ARGUMENT,
      "'a': max_seq is 4611686018427387903, must be from 0 to 2147483647"},
     {{.hidden = 16, .heads = 4, .dropout = 1.0f, .layer_number = -1},
@@ -2151,21 +2208,23 @@ static const struct {
     {{.hidden = 16, .heads = 4, .qkv_layout = (mt_qkv_layout)3},
      MT_ERR_ARGUMENT,
      "'a': qkv_layout is 3, must be MT_QKV_PER_GROUP, MT_QKV_CONCATENATED or MT_QKV_SEPARATE"},
-    {{.hidden = 16, .heads = 4, .rotary_form = (mt_rotary_form)2},
+    {{.hidden = 16, .heads = 4, .scores.rotary_form = (mt_rotary_form)2},
      MT_ERR_ARGUMENT,
-     "'a': rotary_form is 2, must be MT_ROTARY_HALVES or MT_ROTARY_PAIRS"},
-    {{.hidden = 16, .heads = 4, .window = -1, .softcap = -1.0f},
+     "'a': scores.rotary_form is 2, must be MT_ROTARY_HALVES or MT_ROTARY_PAIRS"},
+    {{.hidden = 16, .heads = 4, .scores.window = -1, .scores.softcap = -1.0f},
      MT_ERR_ARGUMENT,
-     "'a': window is -1, must be at least 0"},
-    {{.hidden = 16, .heads = 4, .softcap = -1.0f, .alibi = 2},
+     "'a': scores.window is -1, must be at least 0"},
+    {{.hidden = 16, .heads = 4, .scores.softcap = -1.0f, .scores.alibi = 2},
      MT_ERR_ARGUMENT,
-     "'a': softcap is -1, must be at least 0 and finite"},
-    {{.hidden = 16, .heads = 4, .softcap = INFINITY},
+     "'a': scores.softcap is -1, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .scores.softcap = INFINITY},
      MT_ERR_ARGUMENT,
-     "'a': softcap is inf, must be at least 0 and finite"},
-    {{.hidden = 16, .heads = 4, .softcap = NAN}, MT_ERR_ARGUMENT, "'a': softcap is nan, must be at least 0 and finite"},
-    {{.hidden = 16, .heads = 4, .alibi = 2}, MT_ERR_ARGUMENT, "'a': alibi is 2, must be 0 or 1"},
-    {{.hidden = 16, .heads = 4, .alibi = -1}, MT_ERR_ARGUMENT, "'a': alibi is -1, must be 0 or 1"},
+     "'a': scores.softcap is inf, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .scores.softcap = NAN},
+     MT_ERR_ARGUMENT,
+     "'a': scores.softcap is nan, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .scores.alibi = 2}, MT_ERR_ARGUMENT, "'a': scores.alibi is 2, must be 0 or 1"},
+    {{.hidden = 16, .heads = 4, .scores.alibi = -1}, MT_ERR_ARGUMENT, "'a': scores.alibi is -1, must be 0 or 1"},
     {{.hidden = 16, .heads = 4, .init_std = -1.0f},
      MT_ERR_ARGUMENT,
      "'a': init_std is -1, must be at least 0 and finite"},
@@ -2219,33 +2278,34 @@ static void test_rotary_create_refuses(void **state) {
         mt_self_attention_desc desc;
         mt_status status;
         const char *rest; /* of the message, behind the function */
-    } bad[] = {{{.hidden = 16, .heads = 4, .max_seq = 8, .rotary_form = MT_ROTARY_PAIRS},
-                MT_ERR_ARGUMENT,
-                "'a': max_seq is 8, must be 0 without rotary_base"},
-               {{.hidden = 16, .heads = 4, .rotary_form = MT_ROTARY_PAIRS, .rotary_dim = 2},
-                MT_ERR_ARGUMENT,
-                "'a': rotary_form is MT_ROTARY_PAIRS, must be MT_ROTARY_HALVES without rotary_base"},
-               {{.hidden = 16, .heads = 4, .rotary_dim = 2},
-                MT_ERR_ARGUMENT,
-                "'a': rotary_dim is 2, must be 0 without rotary_base"},
-               {{.hidden = 16, .heads = 4, .rotary_base = 1e4f},
-                MT_ERR_SHAPE,
-                "'a': max_seq is 0, must be from 1 to 2147483647"},
-               {{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = 8, .rotary_form = (mt_rotary_form)-1},
-                MT_ERR_ARGUMENT,
-                "'a': rotary_form is -1, must be MT_ROTARY_HALVES or MT_ROTARY_PAIRS"},
-               {{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = 8, .rotary_dim = 3},
-                MT_ERR_SHAPE,
-                "'a': rotary_dim is 3, must be even for rotary"},
-               {{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = 8, .rotary_dim = 6},
-                MT_ERR_SHAPE,
-                "'a': rotary_dim is 6, must be from 0 to 4"},
-               {{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = 8, .rotary_dim = -2},
-                MT_ERR_SHAPE,
-                "'a': rotary_dim is -2, must be from 0 to 4"},
-               {{.hidden = 12, .heads = 4, .rotary_base = 1e4f, .max_seq = 8},
-                MT_ERR_SHAPE,
-                "'a': the head size is 3, must be even for rotary"}};
+    } bad[] = {
+        {{.hidden = 16, .heads = 4, .max_seq = 8, .scores.rotary_form = MT_ROTARY_PAIRS},
+         MT_ERR_ARGUMENT,
+         "'a': max_seq is 8, must be 0 without scores.rotary_base"},
+        {{.hidden = 16, .heads = 4, .scores.rotary_form = MT_ROTARY_PAIRS, .scores.rotary_dim = 2},
+         MT_ERR_ARGUMENT,
+         "'a': scores.rotary_form is MT_ROTARY_PAIRS, must be MT_ROTARY_HALVES without rotary_base"},
+        {{.hidden = 16, .heads = 4, .scores.rotary_dim = 2},
+         MT_ERR_ARGUMENT,
+         "'a': scores.rotary_dim is 2, must be 0 without scores.rotary_base"},
+        {{.hidden = 16, .heads = 4, .scores.rotary_base = 1e4f},
+         MT_ERR_SHAPE,
+         "'a': max_seq is 0, must be from 1 to 2147483647"},
+        {{.hidden = 16, .heads = 4, .scores.rotary_base = 1e4f, .max_seq = 8, .scores.rotary_form = (mt_rotary_form)-1},
+         MT_ERR_ARGUMENT,
+         "'a': scores.rotary_form is -1, must be MT_ROTARY_HALVES or MT_ROTARY_PAIRS"},
+        {{.hidden = 16, .heads = 4, .scores.rotary_base = 1e4f, .max_seq = 8, .scores.rotary_dim = 3},
+         MT_ERR_SHAPE,
+         "'a': scores.rotary_dim is 3, must be even for rotary"},
+        {{.hidden = 16, .heads = 4, .scores.rotary_base = 1e4f, .max_seq = 8, .scores.rotary_dim = 6},
+         MT_ERR_SHAPE,
+         "'a': scores.rotary_dim is 6, must be from 0 to 4"},
+        {{.hidden = 16, .heads = 4, .scores.rotary_base = 1e4f, .max_seq = 8, .scores.rotary_dim = -2},
+         MT_ERR_SHAPE,
+         "'a': scores.rotary_dim is -2, must be from 0 to 4"},
+        {{.hidden = 12, .heads = 4, .scores.rotary_base = 1e4f, .max_seq = 8},
+         MT_ERR_SHAPE,
+         "'a': the head size is 3, must be even for rotary"}};
     mt_self_attention a;
     test_rank r;
     (void)state;
@@ -2310,12 +2370,12 @@ static const struct {
      MT_ERR_SHAPE,
      "'l.self_attention': 2 heads cannot be split over 4 tensor ranks"},
     {{.hidden = 18, .heads = 4}, MT_ERR_SHAPE, "'l.self_attention': hidden is 18, must be a multiple of heads 4"},
-    {{.hidden = 16, .heads = 4, .mask = (mt_mask)7},
+    {{.hidden = 16, .heads = 4, .scores.mask = (mt_mask)7},
      MT_ERR_ARGUMENT,
-     "'l.self_attention': mask is 7, must be MT_MASK_CAUSAL or MT_MASK_BIDIRECTIONAL"},
+     "'l.self_attention': scores.mask is 7, must be MT_MASK_CAUSAL or MT_MASK_BIDIRECTIONAL"},
     {{.hidden = 16, .heads = 4, .max_seq = 8},
      MT_ERR_ARGUMENT,
-     "'l.self_attention': max_seq is 8, must be 0 without rotary_base"},
+     "'l.self_attention': max_seq is 8, must be 0 without scores.rotary_base"},
     {{.hidden = 16, .heads = 4, .ffn = -5}, MT_ERR_ARGUMENT, "'l.mlp': ffn is -5, must be from 0 to 2147483647"},
     {{.hidden = 16, .heads = 4, .activation = (mt_activation)7},
      MT_ERR_ARGUMENT,
@@ -2541,11 +2601,11 @@ static void block_calls_are_refused(const block *b, mt_tensor x, mt_tensor y) {
 
 static const block_case plain_cases[] = {
     {"mlp", MLP, .mlp = {.hidden = 16}},
-    {"attention", ATTENTION, .attention = {.hidden = 16, .heads = 4, .rotary_base = 10.0f, .max_seq = 8}},
+    {"attention", ATTENTION, .attention = {.hidden = 16, .heads = 4, .scores.rotary_base = 10.0f, .max_seq = 8}},
     {"layer", LAYER,
      .layer = {.hidden = 16,
                .heads = 4,
-               .rotary_base = 10.0f,
+               .scores.rotary_base = 10.0f,
                .max_seq = 8,
                .hidden_dropout = 0.1f,
                .attention_dropout = 0.1f}},
@@ -2713,7 +2773,7 @@ static void test_gpt_create_refuses_a_layer(void **state) {
     REFUSED(r.ctx, MT_ERR_SHAPE, "4611686018427387900", mt_gpt_create(r.ctx, r.params, &d, &gpt));
     assert_int_equal(mt_params_count(r.params), 0);
     d.layer = gpt_layer;
-    d.layer.rotary_base = 100.0f; /* the second layer is refused, and the table of the first is freed again */
+    d.layer.scores.rotary_base = 100.0f; /* the second layer is refused, and the table of the first is freed again */
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &taken, &p));
     before = mt_context_allocated(r.ctx);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "already|decoder.layers.1", mt_gpt_create(r.ctx, r.params, &d, &gpt));
@@ -2947,6 +3007,7 @@ int main(void) {
         cmocka_unit_test(test_qkv_layout),
         cmocka_unit_test(test_rotary_weights),
         cmocka_unit_test(test_rotary_forms),
+        cmocka_unit_test(test_scale),
         cmocka_unit_test(test_layouts_are_permutations),
         cmocka_unit_test(test_qkv_round_trip),
         cmocka_unit_test(test_packed_documents_are_alone),

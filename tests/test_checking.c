@@ -2257,7 +2257,7 @@ static mt_transformer_layer_desc short_layer(const model_step *m) {
     if (!m->kind->llama) return d;
     d.norm = MT_RMS_NORM;
     d.activation = MT_SWIGLU;
-    d.rotary_base = 10000;
+    d.scores.rotary_base = 10000;
     d.no_bias = 1;
     return d;
 }

@@ -262,7 +262,7 @@ typedef struct job {
     mt_rotary_form rotary_form; /* of LLAMA */
     int64_t rotary_dim;
     int64_t window;
-    float softcap;
+    float softcap, scale;
     int alibi;
     int64_t padded; /* padded_vocab */
     /* results */
@@ -293,18 +293,19 @@ static mt_gpt_desc model_desc(const job *j) {
                                .ffn = 44,
                                .activation = j->activation,
                                .qkv_layout = j->qkv_layout,
-                               .window = j->window,
-                               .softcap = j->softcap,
-                               .alibi = j->alibi}};
+                               .scores.window = j->window,
+                               .scores.softcap = j->softcap,
+                               .scores.alibi = j->alibi,
+                               .scores.scale = j->scale}};
     if (j->model != LLAMA) return d;
     d.untied_head = 1;
     d.layer.kv_heads = j->kv_heads ? j->kv_heads : 4;
     d.layer.heads = j->heads ? j->heads : 12;
     d.layer.norm = MT_RMS_NORM;
     d.layer.activation = MT_SWIGLU;
-    d.layer.rotary_base = 100.0f;
-    d.layer.rotary_form = j->rotary_form;
-    d.layer.rotary_dim = j->rotary_dim;
+    d.layer.scores.rotary_base = 100.0f;
+    d.layer.scores.rotary_form = j->rotary_form;
+    d.layer.scores.rotary_dim = j->rotary_dim;
     d.layer.no_bias = 1;
     return d;
 }
@@ -598,7 +599,7 @@ static void forms_of_rotary(void **state) {
         shell("%s grep -q gpt.rotary_form '%s/model.safetensors'", i / 2 ? "" : "!", directory);
         shell("%s grep -q gpt.rotary_dim '%s/model.safetensors'", dims[i] == 2 ? "" : "!", directory);
         ASSERT_STATUS(ctx, MT_SUCCESS, mt_gpt_desc_read(ctx, directory, &d));
-        assert_true(d.layer.rotary_form == save.rotary_form && d.layer.rotary_dim == dims[i] % 4);
+        assert_true(d.layer.scores.rotary_form == save.rotary_form && d.layer.scores.rotary_dim == dims[i] % 4);
         load.action = LOAD;
         load.step = 1;
         load.fill = 0;
@@ -626,30 +627,34 @@ static void changed_scores(void **state) {
         int64_t window;
         float softcap;
         int alibi;
+        float scale;
         const char *word, *refusal;
-    } cases[] = {{3, 0.0f, 0, "gpt.window", "has window 3, this one 0"},
-                 {0, 1.5f, 0, "gpt.softcap", "has softcap 1.5"},
-                 {0, 0.0f, 1, "gpt.alibi", "has alibi 1, this one 0"}};
+    } cases[] = {{3, 0.0f, 0, 0.0f, "gpt.window", "has window 3, this one 0"},
+                 {0, 1.5f, 0, 0.0f, "gpt.softcap", "has softcap 1.5"},
+                 {0, 0.0f, 1, 0.0f, "gpt.alibi", "has alibi 1, this one 0"},
+                 {0, 0.0f, 0, -0.5f, "gpt.scale", "has scale -5.0"}};
     mt_context *ctx;
     (void)state;
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
-    for (int i = 0; i < 6; i++) {
-        const int c = i % 3;
-        job save = {.model = i / 3 ? LLAMA : GPT2, .action = SAVE, .fill = 1, .directory = "a", .state = {.step = 1}};
+    for (int i = 0; i < 8; i++) {
+        const int c = i % 4;
+        job save = {.model = i / 4 ? LLAMA : GPT2, .action = SAVE, .fill = 1, .directory = "a", .state = {.step = 1}};
         const char *directory = in_scratch("a/step-00000001");
         job load;
         mt_gpt_desc d;
         save.window = cases[c].window;
         save.softcap = cases[c].softcap;
         save.alibi = cases[c].alibi;
+        save.scale = cases[c].scale;
         load = save;
         run_quietly(&save);
         expect_success(&save);
-        for (int k = 0; k < 3; k++)
+        for (int k = 0; k < 4; k++)
             shell("%s grep -q %s '%s/model.safetensors'", k == c ? "" : "!", cases[k].word, directory);
         shell("grep -q word_embeddings '%s/model.safetensors' && ! test -e '%s/config.json'", directory, directory);
         ASSERT_STATUS(ctx, MT_SUCCESS, mt_gpt_desc_read(ctx, directory, &d));
-        assert_true(d.layer.window == save.window && d.layer.softcap == save.softcap && d.layer.alibi == save.alibi);
+        assert_true(d.layer.scores.window == save.window && d.layer.scores.softcap == save.softcap &&
+                    d.layer.scores.alibi == save.alibi && d.layer.scores.scale == save.scale);
         load.action = LOAD;
         load.step = 1;
         load.fill = 0;
@@ -657,7 +662,7 @@ static void changed_scores(void **state) {
         run_quietly(&load);
         expect_success(&load);
         load.window = load.alibi = 0;
-        load.softcap = 0.0f;
+        load.softcap = load.scale = 0.0f;
         run_quietly(&load);
         expect_refusal(&load, MT_ERR_DATA, cases[c].refusal);
         forget("a");

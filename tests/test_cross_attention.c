@@ -355,7 +355,7 @@ static const cross_case split_cases[] = {
      24,
      {24, 7}},
     {"fewer keys than queries, soft cap, bias left to the caller",
-     {.hidden = 16, .heads = 8, .dropout = 0.1f, .softcap = 1.5f, .skip_bias_add = 1},
+     {.hidden = 16, .heads = 8, .dropout = 0.1f, .scores.softcap = 1.5f, .skip_bias_add = 1},
      12,
      4,
      {0, 3}},
@@ -452,7 +452,7 @@ enum { SHARDS = 8, LINES_MAX = 64 };
 static const cross_case invariant_cases[] = {
     {"10 groups", {.hidden = 40, .heads = 20, .kv_heads = 10, .kv_hidden = 24, .dropout = 0.2f}, 16, 8, {5, 8}},
     {"3 groups", {.hidden = 36, .heads = 18, .kv_heads = 3, .dropout = 0.1f, .recompute_core = 1}, 8, 24, NO_LENGTHS},
-    {"8 heads", {.hidden = 32, .heads = 8, .softcap = 2.0f, .no_bias = 1}, 8, 16, {0, 9}}};
+    {"8 heads", {.hidden = 32, .heads = 8, .scores.softcap = 2.0f, .no_bias = 1}, 8, 16, {0, 9}}};
 #define INVARIANT_CASES (sizeof invariant_cases / sizeof *invariant_cases)
 
 typedef struct line {
@@ -601,7 +601,7 @@ static void check_slope(const probe *at, const char *name, mt_tensor value, mt_t
 static void test_finite_differences(void **state) {
     static const cross_case c = {
         "small",
-        {.hidden = 12, .heads = 6, .kv_heads = 3, .kv_hidden = 5, .dropout = 0.2f, .softcap = 0.7f},
+        {.hidden = 12, .heads = 6, .kv_heads = 3, .kv_hidden = 5, .dropout = 0.2f, .scores.softcap = 0.7f},
         5,
         7,
         {7, 4}};
@@ -633,7 +633,7 @@ static void test_finite_differences(void **state) {
 static mt_status self_rank(mt_comm *world, void *user) {
     static const cross_case c = {"self", {.hidden = 16, .heads = 8, .kv_heads = 4}, 6, 6, NO_LENGTHS};
     mt_self_attention_desc d = {
-        .hidden = 16, .heads = 8, .kv_heads = 4, .mask = MT_MASK_BIDIRECTIONAL, .qkv_layout = MT_QKV_SEPARATE};
+        .hidden = 16, .heads = 8, .kv_heads = 4, .scores.mask = MT_MASK_BIDIRECTIONAL, .qkv_layout = MT_QKV_SEPARATE};
     mt_self_attention self;
     mt_self_attention_saved saved;
     test_rank r;
@@ -752,23 +752,25 @@ static void test_recompute_core(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* A soft cap near 0 makes all scores equal, so all queries of a sequence get the same output. */
-static void test_softcap(void **state) {
+/* A soft cap near 0 makes all scores equal, and so does a scale of 0. All queries of a sequence then get the same
+   output. */
+static void test_equal_scores(void **state) {
     cross_case c = split_cases[0];
     test_rank r;
     (void)state;
     test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
-    for (int capped = 0; capped < 2; capped++) {
+    for (int i = 0; i < 3; i++) {
         double apart = 0;
         cross b;
         pass p;
-        c.desc.softcap = capped ? 1e-7f : 0.0f;
+        c.desc.scores.softcap = i == 1 ? 1e-7f : 0.0f;
+        c.desc.scores.scale = i == 2 ? MT_ZERO : 0;
         ASSERT_STATUS(r.ctx, MT_SUCCESS, cross_open(&b, &c, &r, 0, MT_F32));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, pass_open(&b, 0, SEQUENCES, &p));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, pass_forward(&b, &p, 1));
-        for (int i = 32; i < 12 * 32; i++)
-            apart = fmax(apart, fabs((double)((float *)p.y.data)[i] - (double)((float *)p.y.data)[i % 32]));
-        assert_true(capped ? apart < 1e-5 : apart > 0.05);
+        for (int k = 32; k < 12 * 32; k++)
+            apart = fmax(apart, fabs((double)((float *)p.y.data)[k] - (double)((float *)p.y.data)[k % 32]));
+        assert_true(i ? apart < 1e-5 : apart > 0.05);
         mt_arena_release(r.ctx, 0);
     }
     test_paper_rank_close(&r);
@@ -997,50 +999,63 @@ static void test_memory(void **state) {
 
 /* ---- refusals ---------------------------------------------------------------------------------------------------- */
 
+#define IS_SET " is set, must be 0: queries and keys of cross-attention are of different sequences"
 static void test_create_refuses(void **state) {
     static const struct {
         mt_cross_attention_desc desc;
         mt_status status;
         const char *rest; /* of the message, behind the function */
-    } bad[] = {{{.hidden = 0, .heads = 0}, MT_ERR_ARGUMENT, "'a': hidden is 0, must be from 1 to 2147483647"},
-               {{.hidden = (int64_t)1 << 31, .heads = 4},
-                MT_ERR_ARGUMENT,
-                "'a': hidden is 2147483648, must be from 1 to 2147483647"},
-               {{.hidden = 16, .heads = 0}, MT_ERR_ARGUMENT, "'a': heads is 0, must be at least 1"},
-               {{.hidden = 16, .heads = 4, .kv_heads = -2}, MT_ERR_ARGUMENT, "'a': kv_heads is -2, must be at least 0"},
-               {{.hidden = 16, .heads = 4, .kv_hidden = -1},
-                MT_ERR_ARGUMENT,
-                "'a': kv_hidden is -1, must be from 0 to 2147483647"},
-               {{.hidden = 16, .heads = 4, .kv_hidden = (int64_t)1 << 31},
-                MT_ERR_ARGUMENT,
-                "'a': kv_hidden is 2147483648, must be from 0 to 2147483647"},
-               {{.hidden = 16, .heads = 4, .dropout = 1.0f, .layer_number = -1},
-                MT_ERR_ARGUMENT,
-                "'a': dropout is 1, must be at least 0 and below 1"},
-               {{.hidden = 16, .heads = 4, .dropout = NAN},
-                MT_ERR_ARGUMENT,
-                "'a': dropout is nan, must be at least 0 and below 1"},
-               {{.hidden = 16, .heads = 4, .layer_number = -1},
-                MT_ERR_ARGUMENT,
-                "'a': layer_number is -1, must be at least 0"},
-               {{.hidden = 16, .heads = 4, .softcap = -1.0f},
-                MT_ERR_ARGUMENT,
-                "'a': softcap is -1, must be at least 0 and finite"},
-               {{.hidden = 16, .heads = 4, .softcap = INFINITY},
-                MT_ERR_ARGUMENT,
-                "'a': softcap is inf, must be at least 0 and finite"},
-               {{.hidden = 16, .heads = 4, .init_std = -1.0f},
-                MT_ERR_ARGUMENT,
-                "'a': init_std is -1, must be at least 0 and finite"},
-               {{.hidden = 16, .heads = 4, .output_init_std = -1.0f},
-                MT_ERR_ARGUMENT,
-                "'a': output_init_std is -1, must be at least 0 and finite"},
-               {{.hidden = 18, .heads = 4}, MT_ERR_SHAPE, "'a': hidden is 18, must be a multiple of heads 4"},
-               {{.hidden = 30, .heads = 10, .kv_heads = 4}, MT_ERR_SHAPE, "'a': kv_heads is 4, must divide heads 10"},
-               {{.hidden = 16, .heads = 2}, MT_ERR_SHAPE, "'a': 2 heads cannot be split over 4 tensor ranks"},
-               {{.hidden = 16, .heads = 4, .no_bias = 1, .skip_bias_add = 1},
-                MT_ERR_ARGUMENT,
-                "'a.linear_proj' sets skip_bias_add, but with no_bias there is no bias"}};
+    } bad[] = {
+        {{.hidden = 0, .heads = 0}, MT_ERR_ARGUMENT, "'a': hidden is 0, must be from 1 to 2147483647"},
+        {{.hidden = (int64_t)1 << 31, .heads = 4},
+         MT_ERR_ARGUMENT,
+         "'a': hidden is 2147483648, must be from 1 to 2147483647"},
+        {{.hidden = 16, .heads = 0}, MT_ERR_ARGUMENT, "'a': heads is 0, must be at least 1"},
+        {{.hidden = 16, .heads = 4, .kv_heads = -2}, MT_ERR_ARGUMENT, "'a': kv_heads is -2, must be at least 0"},
+        {{.hidden = 16, .heads = 4, .kv_hidden = -1},
+         MT_ERR_ARGUMENT,
+         "'a': kv_hidden is -1, must be from 0 to 2147483647"},
+        {{.hidden = 16, .heads = 4, .kv_hidden = (int64_t)1 << 31},
+         MT_ERR_ARGUMENT,
+         "'a': kv_hidden is 2147483648, must be from 0 to 2147483647"},
+        {{.hidden = 16, .heads = 4, .dropout = 1.0f, .layer_number = -1},
+         MT_ERR_ARGUMENT,
+         "'a': dropout is 1, must be at least 0 and below 1"},
+        {{.hidden = 16, .heads = 4, .dropout = NAN},
+         MT_ERR_ARGUMENT,
+         "'a': dropout is nan, must be at least 0 and below 1"},
+        {{.hidden = 16, .heads = 4, .layer_number = -1},
+         MT_ERR_ARGUMENT,
+         "'a': layer_number is -1, must be at least 0"},
+        {{.hidden = 16, .heads = 4, .scores.softcap = -1.0f},
+         MT_ERR_ARGUMENT,
+         "'a': scores.softcap is -1, must be at least 0 and finite"},
+        {{.hidden = 16, .heads = 4, .scores.softcap = INFINITY},
+         MT_ERR_ARGUMENT,
+         "'a': scores.softcap is inf, must be at least 0 and finite"},
+        {{.hidden = 16, .heads = 4, .scores.mask = (mt_mask)2},
+         MT_ERR_ARGUMENT,
+         "'a': scores.mask is 2, must be MT_MASK_CAUSAL or MT_MASK_BIDIRECTIONAL"},
+        {{.hidden = 16, .heads = 4, .scores.scale = NAN}, MT_ERR_ARGUMENT, "'a': scores.scale is nan, must be finite"},
+        {{.hidden = 16, .heads = 4, .scores.window = 3}, MT_ERR_ARGUMENT, "'a': scores.window" IS_SET},
+        {{.hidden = 16, .heads = 4, .scores.alibi = 1}, MT_ERR_ARGUMENT, "'a': scores.alibi" IS_SET},
+        {{.hidden = 16, .heads = 4, .scores.rotary_base = 10}, MT_ERR_ARGUMENT, "'a': scores.rotary_base" IS_SET},
+        {{.hidden = 16, .heads = 4, .scores.rotary_form = MT_ROTARY_PAIRS},
+         MT_ERR_ARGUMENT,
+         "'a': scores.rotary_form" IS_SET},
+        {{.hidden = 16, .heads = 4, .scores.rotary_dim = -2}, MT_ERR_ARGUMENT, "'a': scores.rotary_dim" IS_SET},
+        {{.hidden = 16, .heads = 4, .init_std = -1.0f},
+         MT_ERR_ARGUMENT,
+         "'a': init_std is -1, must be at least 0 and finite"},
+        {{.hidden = 16, .heads = 4, .output_init_std = -1.0f},
+         MT_ERR_ARGUMENT,
+         "'a': output_init_std is -1, must be at least 0 and finite"},
+        {{.hidden = 18, .heads = 4}, MT_ERR_SHAPE, "'a': hidden is 18, must be a multiple of heads 4"},
+        {{.hidden = 30, .heads = 10, .kv_heads = 4}, MT_ERR_SHAPE, "'a': kv_heads is 4, must divide heads 10"},
+        {{.hidden = 16, .heads = 2}, MT_ERR_SHAPE, "'a': 2 heads cannot be split over 4 tensor ranks"},
+        {{.hidden = 16, .heads = 4, .no_bias = 1, .skip_bias_add = 1},
+         MT_ERR_ARGUMENT,
+         "'a.linear_proj' sets skip_bias_add, but with no_bias there is no bias"}};
     const mt_context_desc invariant = {.invariant = 8, .arena_bytes = 4096};
     mt_cross_attention_desc good = {.hidden = 16, .heads = 4};
     mt_cross_attention a;
@@ -1250,7 +1265,7 @@ int main(void) {
         cmocka_unit_test(test_of_x_with_itself),
         cmocka_unit_test(test_inference),
         cmocka_unit_test(test_recompute_core),
-        cmocka_unit_test(test_softcap),
+        cmocka_unit_test(test_equal_scores),
         cmocka_unit_test(test_dropout_masks),
         cmocka_unit_test(test_no_valid_key),
         cmocka_unit_test(test_gradients_of_inputs),

@@ -1068,7 +1068,7 @@ static void attention(int64_t batch, int64_t seq, int64_t groups, int64_t per_gr
     int32_t lengths[4];
     memset(&s, 0, sizeof s);
     s.batch = batch, s.seq = seq, s.groups = groups, s.heads_per_group = per_group, s.head_dim = dim;
-    s.mask = mask;
+    s.scores.mask = mask;
     s.qkv_layout = qkv_layout;
     s.dropout.p = p;
     s.dropout.at = place(heads);
@@ -1127,6 +1127,7 @@ static void attention_options(int what, mt_attention_desc *s, mt_attention_desc 
     if (what & DOCUMENTS) s->documents = on_gpu->documents = 4;
     if (what & ALIBI) {
         OK(mt_upload(gpu, slopes, slope.gpu));
+        s->scores.alibi = on_gpu->scores.alibi = 1;
         s->alibi_slopes = slopes, on_gpu->alibi_slopes = (const float *)slope.gpu.data;
     }
     if (what & BIAS) s->bias = bias.cpu, on_gpu->bias = bias.gpu;
@@ -1145,7 +1146,7 @@ static void dot_product_attention(int what, mt_attention_desc s, int aligned) {
     int64_t tokens = s.batch * s.seq, keys = s.batch * (s.kv_seq ? s.kv_seq : s.seq);
     s.dropout.p = what & DROP ? 0.2f : 0.0f;
     s.dropout.at = place(heads);
-    s.softcap = what & SOFTCAP ? 2.0f : 0.0f;
+    s.scores.softcap = what & SOFTCAP ? 2.0f : 0.0f;
     attention_options(what, &s, &on_gpu);
     double tolerance = type == MT_F32 ? 1e-5 : 1e-3; /* out may be rounded to neighbours, which changes the gradients */
     pair q = pair_noise(tokens, width, odd_or_wide, 1, 1.0f), k = pair_noise(keys, kv_width, wide, 2, 1.0f),
@@ -1189,9 +1190,9 @@ static void test_dot_product_attention(void **state) {
         mt_attention_desc s = {};
         type = types[(k + i) % 3];
         s.batch = 2, s.seq = 13, s.groups = 1 + k / 2 % 2, s.heads_per_group = 2, s.head_dim = 5 + k % 3 * 16;
-        s.mask = k & 1 ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL;
+        s.scores.mask = k & 1 ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL;
         s.kv_seq = !(what & KV_SEQ) || what & DOCUMENTS ? 0 : k & 4 ? 9 : 37;
-        s.window = what & WINDOW ? 5 : 0;
+        s.scores.window = what & WINDOW ? 5 : 0;
         s.bias_batch = k & 4 ? 2 : 1, s.bias_heads = k & 8 ? s.groups * 2 + (k & 2 ? 3 : 0) : 1;
         s.bias_first_head = k & 2;
         dot_product_attention(what, s, 0);
@@ -1228,7 +1229,7 @@ static void test_tiles_of_attention(void **state) {
         type = types[(i + k) % 3];
         s.batch = 2, s.seq = cases[k].seq, s.kv_seq = cases[k].kv_seq;
         s.groups = cases[k].groups, s.heads_per_group = cases[k].per_group, s.head_dim = cases[k].dim;
-        s.mask = cases[k].causal ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL, s.window = cases[k].window;
+        s.scores.mask = cases[k].causal ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL, s.scores.window = cases[k].window;
         s.bias_batch = s.bias_heads = 1;
         dot_product_attention(cases[k].what, s, (int)(i & 1));
         mt_arena_release(cpu, on_cpu);
@@ -1269,7 +1270,7 @@ static void test_attention_keeps_nan(void **state) {
     float x[12];
     (void)state;
     type = MT_F32;
-    s.batch = 1, s.seq = 4, s.groups = 1, s.heads_per_group = 1, s.head_dim = 1, s.mask = MT_MASK_BIDIRECTIONAL;
+    s.batch = 1, s.seq = 4, s.groups = 1, s.heads_per_group = 1, s.head_dim = 1, s.scores.mask = MT_MASK_BIDIRECTIONAL;
     for (int i = 0; i < 12; i++) x[i] = i == 6 ? NAN : 1.0f;
     pair qkv = pair_new(4, 3, dense), out = pair_new(4, 1, dense), lse = pair_f32(1, 4);
     OK(mt_upload(cpu, x, qkv.cpu));
@@ -1345,7 +1346,7 @@ static void test_rotary(void **state) {
         memset(&s, 0, sizeof s);
         s.batch = 2, s.seq = 7, s.groups = 1 + i % 4 * 3, s.heads_per_group = 1 + i % 3,
         s.head_dim = dims[i / 9 % 8][0];
-        s.rotary_dim = dims[i / 9 % 8][1], s.rotary_form = (mt_rotary_form)(i / 72 % 2);
+        s.scores.rotary_dim = dims[i / 9 % 8][1], s.scores.rotary_form = (mt_rotary_form)(i / 72 % 2);
         s.qkv_layout = (mt_qkv_layout)(i / 4 % 2);
         type = types[i % 3];
         with_ids = s;
@@ -1354,7 +1355,7 @@ static void test_rotary(void **state) {
             s.documents = with_ids.documents = 5;
         }
         pair qkv = pair_noise(14, s.groups * (s.heads_per_group + 2) * s.head_dim, places[i / 3 % 3], 1, 1.0f);
-        pair table = pair_of(MT_F32, 7, s.rotary_dim ? s.rotary_dim : s.head_dim, places[i % 2]);
+        pair table = pair_of(MT_F32, 7, s.scores.rotary_dim ? s.scores.rotary_dim : s.head_dim, places[i % 2]);
         BOTH(mt_rotary_table(cpu, 100.0f, table.cpu), mt_rotary_table(gpu, 100.0f, table.gpu));
         BOTH(mt_rotary_forward(cpu, &s, table.cpu, qkv.cpu), mt_rotary_forward(gpu, &with_ids, table.gpu, qkv.gpu));
         same("mt_rotary_forward", qkv, 1e-6);
@@ -1400,7 +1401,7 @@ static void test_lengths_too_long(void **state) {
         size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
         memset(&s, 0, sizeof s);
         s.batch = 2, s.seq = 40, s.groups = 2, s.heads_per_group = 1, s.head_dim = 64;
-        s.mask = i & 2 ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL;
+        s.scores.mask = i & 2 ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL;
         type = i & 1 ? MT_BF16 : MT_F32;
         t = s;
         s.lengths = exact, t.lengths = ids_on_gpu(over, 2);

@@ -153,7 +153,7 @@ static mt_status self_attention(test_rank *r, result *out) {
     d.hidden = HIDDEN;
     d.heads = HEADS;
     d.kv_heads = HEADS / 2;
-    d.rotary_base = 1e4f;
+    d.scores.rotary_base = 1e4f;
     d.max_seq = TOKENS / 2;
     d.dropout = 0.2f;
     d.init_std = 0.3f;
@@ -193,7 +193,7 @@ static mt_status cross_attention(test_rank *r, result *out) {
     d.kv_heads = 1;
     d.kv_hidden = HIDDEN / 2;
     d.dropout = 0.2f;
-    d.softcap = 1.0f;
+    d.scores.softcap = 1.0f;
     d.init_std = 0.3f;
     d.sequence_parallel = sp;
     mt_arena_request list[] = {

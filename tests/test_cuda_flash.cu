@@ -136,9 +136,9 @@ static call call_new(const config *c, float size) {
     memset(&k, 0, sizeof k);
     k.s.batch = c->batch, k.s.seq = c->seq, k.s.groups = c->groups, k.s.heads_per_group = c->per_group,
     k.s.head_dim = c->dim;
-    k.s.mask = c->mask;
-    k.s.window = c->window;
-    k.s.softcap = c->softcap;
+    k.s.scores.mask = c->mask;
+    k.s.scores.window = c->window;
+    k.s.scores.softcap = c->softcap;
     if (c->packed) set_documents(c, &k.s);
     k.s.dropout.p = c->p;
     k.s.dropout.at.seed = 0x123456789abcdefu, k.s.dropout.at.subsequence = 0xfedcba987654321u;
@@ -703,7 +703,7 @@ static void test_table(void **state) {
         if (type != MT_F32 && chip >= 80 && built_for >= 80 && (dim == 64 || dim == 96 || dim == 128))
             snprintf(name, sizeof name, "flash_%d%s", (int)dim, spans ? "_spans" : "");
         s.batch = 1, s.seq = c.seq, s.groups = 1, s.heads_per_group = 1, s.head_dim = dim;
-        s.window = spans;
+        s.scores.window = spans;
         s = mti_attention_defaults(&s);
         a = mti_attention_resolve(gpu, &s, tensor_new(type, c.seq, dim), mt_none());
         mti_attention_fused(&a, tensor_new(type, c.seq, 3 * dim), mt_none());
@@ -746,7 +746,7 @@ static void test_table_of_options(void **state) {
         size_t mark = mt_arena_mark(gpu);
         call k = call_new(&c, 1.0f);
         k.s.kv_seq = cases[i].kv_seq;
-        if (cases[i].alibi) k.s.alibi_slopes = &slope;
+        if (cases[i].alibi) k.s.scores.alibi = 1, k.s.alibi_slopes = &slope;
         if (cases[i].bias) k.s.bias = k.lse; /* not read */
         mt_attention_desc s = mti_attention_defaults(&k.s);
         mti_attention a = mti_attention_resolve(gpu, &s, k.out, k.lse);
@@ -816,7 +816,7 @@ static void test_what_only_the_plain_path_does(void **state) {
     k.out = tensor_new(MT_F32, out.rows, out.cols);
     OK(mt_attention_forward(gpu, &k.s, k.qkv, k.out, mt_none()));
     near(&c, "out in f32", k.out, expected, 1e-5);
-    k.s.scale = -0.3f;
+    k.s.scores.scale = -0.3f;
     ASSERT_STATUS(cpu, MT_SUCCESS, mt_attention_forward(cpu, &k.s, qkv, expected, mt_none()));
     OK(mt_attention_forward(gpu, &k.s, k.qkv, out, mt_none()));
     near(&c, "out with a negative scale", out, expected, 1e-5);

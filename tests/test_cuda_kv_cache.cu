@@ -142,10 +142,10 @@ static call call_new(const config *c) {
     k.s.batch = c->batch, k.s.seq = c->seq, k.s.groups = c->groups, k.s.heads_per_group = c->per_group;
     k.s.head_dim = c->dim;
     k.s.qkv_layout = c->layout;
-    k.s.rotary_form = c->rotary == PAIRS ? MT_ROTARY_PAIRS : MT_ROTARY_HALVES;
-    k.s.rotary_dim = c->rotary_dim;
-    k.s.window = c->window;
-    k.s.softcap = c->softcap;
+    k.s.scores.rotary_form = c->rotary == PAIRS ? MT_ROTARY_PAIRS : MT_ROTARY_HALVES;
+    k.s.scores.rotary_dim = c->rotary_dim;
+    k.s.scores.window = c->window;
+    k.s.scores.softcap = c->softcap;
     for (int64_t b = 0; b < c->batch; b++) {
         k.held[b] = c->held[(size_t)b % c->held.size()];
         k.added[b] = c->added.empty() ? (int32_t)c->seq : c->added[(size_t)b % c->added.size()];
@@ -154,6 +154,7 @@ static call call_new(const config *c) {
     if (c->alibi) {
         OK(mt_arena_tensor(gpu, MT_F32, 1, heads, &slopes));
         OK(mt_alibi_slopes(gpu, heads, 0, slopes));
+        k.s.scores.alibi = 1;
         k.s.alibi_slopes = (const float *)slopes.data;
     }
     k.table = mt_none();
@@ -729,7 +730,7 @@ static mt_gpt_desc model_desc(void) {
     d.layer.hidden = 128;
     d.layer.heads = 2, d.layer.kv_heads = 1; /* heads of 64 features: prompts run on tensor cores in 16 bits */
     d.layer.norm = MT_RMS_NORM;
-    d.layer.rotary_base = 100.0f;
+    d.layer.scores.rotary_base = 100.0f;
     return d;
 }
 

@@ -87,7 +87,7 @@ static mt_status blocks_open(plain_test *t, const plain_run *run) {
     t->mlp_desc.hidden = t->attention_desc.hidden = HIDDEN;
     t->mlp_desc.sequence_parallel = t->attention_desc.sequence_parallel = sp;
     t->attention_desc.heads = HEADS;
-    t->attention_desc.rotary_base = 1e4f;
+    t->attention_desc.scores.rotary_base = 1e4f;
     t->attention_desc.max_seq = SEQ;
     t->batch.sequences = SEQUENCES;
     t->batch.seq = SEQ;

@@ -256,12 +256,12 @@ static mt_transformer_layer_desc describe_layer(const golden *g, int sequence_pa
     d.norm = (mt_norm_kind)integer(g, "norm");
     d.norm_eps = (float)number(g, "norm_eps");
     d.activation = (mt_activation)integer(g, "activation");
-    d.mask = (mt_mask)integer(g, "mask");
-    d.rotary_base = (float)number(g, "rotary_base");
+    d.scores.mask = (mt_mask)integer(g, "mask");
+    d.scores.rotary_base = (float)number(g, "rotary_base");
     d.no_bias = (int)integer(g, "no_bias");
-    d.window = (int64_t)optional(g, "window");
-    d.softcap = (float)optional(g, "softcap");
-    d.alibi = (int)optional(g, "alibi");
+    d.scores.window = (int64_t)optional(g, "window");
+    d.scores.softcap = (float)optional(g, "softcap");
+    d.scores.alibi = (int)optional(g, "alibi");
     d.sequence_parallel = sequence_parallel;
     return d;
 }

@@ -189,7 +189,7 @@ static void call_attention(hostile *h, int64_t a, int64_t b, int64_t c) {
                                   view(h, tokens, out), view(h, tokens, width)));
     said(h, mt_rotary_table(h->ctx, 10000.0f, view(h, b, c)));
     s.kv_seq = size_of(h, b);
-    s.window = size_of(h, 3);
+    s.scores.window = size_of(h, 3);
     s.bias = maybe(h, view(h, times(times(a, heads), b), s.kv_seq));
     s.dbias = maybe(h, view32(h, times(times(a, heads), b), s.kv_seq));
     s.bias_batch = a, s.bias_heads = heads, s.bias_first_head = size_of(h, 0);
@@ -200,10 +200,10 @@ static void call_attention(hostile *h, int64_t a, int64_t b, int64_t c) {
                                               view(h, keys, kv_width), view(h, tokens, out), view32(h, heads, tokens),
                                               view(h, tokens, out), view(h, tokens, out), view(h, keys, kv_width),
                                               view(h, keys, kv_width)));
-    s.rotary_form = (mt_rotary_form)test_below(&h->random, 3);
+    s.scores.rotary_form = (mt_rotary_form)test_below(&h->random, 3);
     said(h, mt_rotary_forward(h->ctx, &s, view(h, b, c), view(h, tokens, width)));
-    s.rotary_dim = size_of(h, 0);
-    said(h, mt_rotary_forward(h->ctx, &s, view(h, b, s.rotary_dim), view(h, tokens, width)));
+    s.scores.rotary_dim = size_of(h, 0);
+    said(h, mt_rotary_forward(h->ctx, &s, view(h, b, s.scores.rotary_dim), view(h, tokens, width)));
     said(h, mt_rotary_backward(h->ctx, &s, view(h, b, c), view(h, tokens, width)));
     s.cu_seqlens = documents, s.documents = 2, s.kv_seq = size_of(h, 0);
     said(h, mt_rotary_backward(h->ctx, &s, view(h, b, c), view(h, tokens, width)));
@@ -225,11 +225,11 @@ static void call_kv_cache(hostile *h, int64_t a, int64_t b, int64_t c) {
     if (__builtin_add_overflow(both, 2, &both)) both = INT64_MAX;
     int64_t width = times(times(s.groups, both), c);
     mt_kv_cache k = cache_of(h, a, s.groups, c);
-    s.window = size_of(h, 3);
-    s.rotary_form = (mt_rotary_form)test_below(&h->random, 3);
-    s.rotary_dim = test_below(&h->random, 2) ? 0 : size_of(h, 2);
+    s.scores.window = size_of(h, 3);
+    s.scores.rotary_form = (mt_rotary_form)test_below(&h->random, 3);
+    s.scores.rotary_dim = test_below(&h->random, 2) ? 0 : size_of(h, 2);
     if (test_below(&h->random, 2)) s.lengths = ids(h, a);
-    said(h, mt_kv_cache_append(h->ctx, &s, maybe(h, view(h, k.max_seq, s.rotary_dim ? s.rotary_dim : c)),
+    said(h, mt_kv_cache_append(h->ctx, &s, maybe(h, view(h, k.max_seq, s.scores.rotary_dim ? s.scores.rotary_dim : c)),
                                view_as(h, k.keys.dtype, tokens, width), &k));
     said(h, mt_kv_cache_attention(h->ctx, &s, view_as(h, k.keys.dtype, tokens, width), &k,
                                   view(h, tokens, times(heads, c))));
@@ -509,13 +509,13 @@ static void call_layer(hostile *h, int64_t a, int64_t b, int64_t c) {
                                    .heads = size_of(h, 2),
                                    .kv_heads = size_of(h, 0),
                                    .ffn = size_of(h, 0),
-                                   .rotary_base = test_below(&h->random, 2) ? 10000.0f : 0.0f,
+                                   .scores.rotary_base = test_below(&h->random, 2) ? 10000.0f : 0.0f,
                                    .max_seq = size_of(h, 8),
                                    .attention_dropout = 0.1f,
                                    .hidden_dropout = 0.1f,
                                    .layer_number = size_of(h, 0),
-                                   .rotary_form = (mt_rotary_form)test_below(&h->random, 2),
-                                   .rotary_dim = test_below(&h->random, 2) ? size_of(h, 2) : 0,
+                                   .scores.rotary_form = (mt_rotary_form)test_below(&h->random, 2),
+                                   .scores.rotary_dim = test_below(&h->random, 2) ? size_of(h, 2) : 0,
                                    .sequence_parallel = test_below(&h->random, 2) == 0};
     mt_transformer_layer_saved saved;
     mt_transformer_layer layer;

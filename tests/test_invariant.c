@@ -61,7 +61,7 @@ static const model models[] = {
                 .ffn = 44,
                 .norm = MT_RMS_NORM,
                 .activation = MT_SWIGLU,
-                .rotary_base = 10000.0f,
+                .scores.rotary_base = 10000.0f,
                 .no_bias = 1,
                 .attention_dropout = 0.1f,
                 .hidden_dropout = 0.1f}}},
@@ -80,7 +80,7 @@ static const model models[] = {
                 .heads = 12,
                 .placement = MT_POST_LN,
                 .activation = MT_GELU_ERF,
-                .mask = MT_MASK_BIDIRECTIONAL,
+                .scores.mask = MT_MASK_BIDIRECTIONAL,
                 .attention_dropout = 0.1f,
                 .hidden_dropout = 0.1f}}},
     {"residual after norm, 10 groups of 2, micro-batches of 3",
@@ -131,7 +131,7 @@ static const model models[] = {
      {.vocab = 33,
       .layers = 1,
       .max_seq = 8,
-      .layer = {.hidden = 36, .heads = 18, .kv_heads = 3, .rotary_base = 100.0f, .attention_dropout = 0.1f}}},
+      .layer = {.hidden = 36, .heads = 18, .kv_heads = 3, .scores.rotary_base = 100.0f, .attention_dropout = 0.1f}}},
     {"packed documents; ALiBi, window and soft cap of 9 heads on 8 shards",
      8,
      2,
@@ -142,7 +142,12 @@ static const model models[] = {
      {.vocab = 33,
       .layers = 1,
       .max_seq = 8,
-      .layer = {.hidden = 36, .heads = 9, .alibi = 1, .window = 5, .softcap = 2.0f, .attention_dropout = 0.1f}}},
+      .layer = {.hidden = 36,
+                .heads = 9,
+                .scores.alibi = 1,
+                .scores.window = 5,
+                .scores.softcap = 2.0f,
+                .attention_dropout = 0.1f}}},
     {"separate queries, one key and one value on 4 shards",
      4,
      2,
@@ -169,7 +174,10 @@ static const model models[] = {
      8,
      8,
      0,
-     {.vocab = 61, .layers = 1, .max_seq = 8, .layer = {.hidden = 36, .heads = 9, .rotary_base = 100.0f, .ffn = 8}}},
+     {.vocab = 61,
+      .layers = 1,
+      .max_seq = 8,
+      .layer = {.hidden = 36, .heads = 9, .scores.rotary_base = 100.0f, .ffn = 8}}},
     {"concatenated queries, keys and values",
      8,
      8,
@@ -184,7 +192,7 @@ static const model models[] = {
                 .heads = 16,
                 .ffn = 20,
                 .qkv_layout = MT_QKV_CONCATENATED,
-                .rotary_base = 100.0f,
+                .scores.rotary_base = 100.0f,
                 .attention_dropout = 0.1f}}},
     {"separate queries, keys and values, two heads per group",
      8,
@@ -202,7 +210,7 @@ static const model models[] = {
                 .kv_heads = 16,
                 .ffn = 20,
                 .qkv_layout = MT_QKV_SEPARATE,
-                .rotary_base = 100.0f,
+                .scores.rotary_base = 100.0f,
                 .attention_dropout = 0.1f}}},
     {"sizes that GEMM libraries block",
      8,
@@ -313,7 +321,7 @@ static int32_t token_of(int step, int64_t sequence, int64_t position, int64_t vo
 static mt_status pack_documents(worker *w, mt_batch *batch) {
     int64_t seq = batch->seq, n = 2 * batch->sequences;
     mt_tensor ends;
-    if (!w->run->model->gpt.layer.alibi) return MT_SUCCESS;
+    if (!w->run->model->gpt.layer.scores.alibi) return MT_SUCCESS;
     MT_TRY(mt_arena_tensor(w->rank.ctx, MT_I32, 1, n + 1, &ends));
     for (int64_t i = 0; i <= n && is_real(w); i++)
         ((int32_t *)ends.data)[i] = (int32_t)(i / 2 * seq + i % 2 * (seq / 3 + 1));
@@ -765,7 +773,7 @@ static mt_status attention(worker *w, int sp) {
     mt_self_attention_desc d = {.hidden = HIDDEN,
                                 .heads = 20,
                                 .kv_heads = 10,
-                                .rotary_base = 100.0f,
+                                .scores.rotary_base = 100.0f,
                                 .max_seq = SEQ,
                                 .dropout = 0.2f,
                                 .sequence_parallel = sp};

@@ -914,7 +914,7 @@ static mt_attention_desc attention(int64_t batch, int64_t seq, int64_t groups, i
     s.groups = groups;
     s.heads_per_group = members;
     s.head_dim = dim;
-    s.mask = mask;
+    s.scores.mask = mask;
     return s;
 }
 
@@ -1037,9 +1037,9 @@ static void test_attention_dropout(void **state) {
 static void test_attention_scale(void **state) {
     mt_attention_desc s = attention(1, 11, 2, 1, 7, MT_MASK_CAUSAL);
     (void)state;
-    s.scale = 0.9f;
+    s.scores.scale = 0.9f;
     try_attention(s, 1);
-    s.scale = -0.3f;
+    s.scores.scale = -0.3f;
     try_attention(s, 1);
 }
 
@@ -1199,8 +1199,8 @@ static void try_rotary(mt_rotary_form form, int64_t head_dim, int64_t rotary_dim
               g = ref_random(10, cols, 0, 1, 0);
     double *want = ref_values(qkv), *vg = ref_values(g), *vx = ref_values(qkv);
     size_t n;
-    s.rotary_form = form;
-    s.rotary_dim = rotary_dim;
+    s.scores.rotary_form = form;
+    s.scores.rotary_dim = rotary_dim;
     OK(mt_rotary_table(ref.ctx, 100, table));
     for (i = 0; i < 10; i++)
         for (a = 0; a < 6; a++)
@@ -1242,7 +1242,7 @@ static void test_rotary_documents(void **state) {
     for (i = 0; i < 12; i++) {
         mt_attention_desc s = attention(2, 7, 2, 2, 8, MT_MASK_CAUSAL), own;
         mt_tensor table = ref_guarded(7, 8, 1), qkv = ref_random(14, 64, 3, 1, 0), alone = ref_copy(qkv, 2);
-        s.qkv_layout = (mt_qkv_layout)(i % 3), s.rotary_form = (mt_rotary_form)(i / 3 % 2);
+        s.qkv_layout = (mt_qkv_layout)(i % 3), s.scores.rotary_form = (mt_rotary_form)(i / 3 % 2);
         OK(mt_rotary_table(ref.ctx, 100, table));
         own = s, own.batch = 1;
         s.cu_seqlens = ends, s.documents = 5;
@@ -1851,12 +1851,13 @@ static void test_bad_attention(void **state) {
     WITH(heads_per_group, INT64_MAX, MT_ERR_SHAPE, "heads_per_group is 9223372036854775807, must be from 1 to");
     WITH(head_dim, 0, MT_ERR_SHAPE, ": head_dim is 0, must be at least 1");
     WITH(head_dim, 5, MT_ERR_SHAPE, "qkv is [6, 32], must be [6, 40]");
-    WITH(mask, (mt_mask)2, MT_ERR_ARGUMENT, ": mask is 2, must be MT_MASK_CAUSAL or MT_MASK_BIDIRECTIONAL");
+    WITH(scores.mask, (mt_mask)2, MT_ERR_ARGUMENT,
+         ": scores.mask is 2, must be MT_MASK_CAUSAL or MT_MASK_BIDIRECTIONAL");
     WITH(qkv_layout, (mt_qkv_layout)3, MT_ERR_ARGUMENT,
          ": qkv_layout is 3, must be MT_QKV_PER_GROUP, MT_QKV_CONCATENATED or MT_QKV_SEPARATE");
     WITH(qkv_layout, (mt_qkv_layout)-1, MT_ERR_ARGUMENT,
          ": qkv_layout is -1, must be MT_QKV_PER_GROUP, MT_QKV_CONCATENATED or MT_QKV_SEPARATE");
-    WITH(scale, NAN, MT_ERR_ARGUMENT, "scale is ");
+    WITH(scores.scale, NAN, MT_ERR_ARGUMENT, "scale is ");
     WITH(dropout.p, 1.0f, MT_ERR_ARGUMENT, "dropout.p is 1");
     WITH(dropout.p, 0.5f, MT_ERR_SHAPE, "not inside a tensor of 0 columns");
     WITH(lengths, lengths, MT_ERR_DATA, "lengths[1] is 4, must be in [0, 3]");
@@ -1910,19 +1911,21 @@ static void test_bad_rotary(void **state) {
         "mt_rotary_forward: qkv_layout is 3, must be MT_QKV_PER_GROUP, MT_QKV_CONCATENATED or MT_QKV_SEPARATE",
         mt_rotary_forward(ctx, &s, table, qkv));
     s.qkv_layout = MT_QKV_PER_GROUP;
-    s.rotary_form = (mt_rotary_form)2;
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_rotary_forward: rotary_form is 2, must be MT_ROTARY_HALVES or MT_ROTARY_PAIRS",
+    s.scores.rotary_form = (mt_rotary_form)2;
+    ASSERT_REFUSED(MT_ERR_ARGUMENT,
+                   "mt_rotary_forward: scores.rotary_form is 2, must be MT_ROTARY_HALVES or MT_ROTARY_PAIRS",
                    mt_rotary_forward(ctx, &s, table, qkv));
-    s.rotary_form = MT_ROTARY_PAIRS;
-    s.rotary_dim = 6;
-    ASSERT_REFUSED(MT_ERR_SHAPE, "rotary_dim is 6, must be from 0 to 4", mt_rotary_forward(ctx, &s, table, qkv));
-    s.rotary_dim = -2;
-    ASSERT_REFUSED(MT_ERR_SHAPE, "rotary_dim is -2, must be from 0 to 4", mt_rotary_backward(ctx, &s, table, qkv));
-    s.rotary_dim = 3;
-    ASSERT_REFUSED(MT_ERR_SHAPE, "rotary_dim is 3, must be even", mt_rotary_forward(ctx, &s, table, qkv));
-    s.rotary_dim = 2;
+    s.scores.rotary_form = MT_ROTARY_PAIRS;
+    s.scores.rotary_dim = 6;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "scores.rotary_dim is 6, must be from 0 to 4", mt_rotary_forward(ctx, &s, table, qkv));
+    s.scores.rotary_dim = -2;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "scores.rotary_dim is -2, must be from 0 to 4",
+                   mt_rotary_backward(ctx, &s, table, qkv));
+    s.scores.rotary_dim = 3;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "scores.rotary_dim is 3, must be even", mt_rotary_forward(ctx, &s, table, qkv));
+    s.scores.rotary_dim = 2;
     ASSERT_REFUSED(MT_ERR_SHAPE, "table is [3, 4], must be [3, 2]", mt_rotary_forward(ctx, &s, table, qkv));
-    s.rotary_dim = 0;
+    s.scores.rotary_dim = 0;
     s.cu_seqlens = ends, s.documents = 2;
     ASSERT_REFUSED(MT_ERR_DATA,
                    "mt_rotary_forward: cu_seqlens[2] is 5; the numbers must ascend from 0 to 6, the tokens",

@@ -1050,7 +1050,7 @@ static mt_attention_desc attention_of(int64_t seq, float p) {
     s.groups = 2;
     s.heads_per_group = 2;
     s.head_dim = 6;
-    s.mask = seq > 10 ? MT_MASK_BIDIRECTIONAL : MT_MASK_CAUSAL;
+    s.scores.mask = seq > 10 ? MT_MASK_BIDIRECTIONAL : MT_MASK_CAUSAL;
     s.lengths = seq > 10 ? lengths : NULL;
     s.dropout.p = p;
     s.dropout.at.global_cols = 4;
@@ -1117,7 +1117,7 @@ static mt_status run_rotary_backward(mt_context *c, const mt_tensor *v) {
 static mt_attention_desc dot_product_of(mt_tensor bias) {
     mt_attention_desc s = attention_of(9, 0.2f);
     s.kv_seq = 11;
-    s.softcap = 3.0f;
+    s.scores.softcap = 3.0f;
     s.bias = bias;
     s.bias_heads = 4;
     return s;

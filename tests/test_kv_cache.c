@@ -72,7 +72,7 @@ static cached open_cache(mt_attention_desc s, int64_t max_seq, mt_dtype dtype, d
     c.base = base;
     c.table = mt_none();
     if (base > 0) {
-        c.table = of_type(MT_F32, max_seq, s.rotary_dim ? s.rotary_dim : s.head_dim);
+        c.table = of_type(MT_F32, max_seq, s.scores.rotary_dim ? s.scores.rotary_dim : s.head_dim);
         OK(mt_rotary_table(ref.ctx, (float)base, c.table));
     }
     return c;
@@ -80,11 +80,11 @@ static cached open_cache(mt_attention_desc s, int64_t max_seq, mt_dtype dtype, d
 
 /* Feature d of a head with the features x [head_dim] at a position, turned in double precision. */
 static double turned(const cached *c, const double *x, int64_t position, int64_t d) {
-    int64_t n = c->s.rotary_dim ? c->s.rotary_dim : c->s.head_dim, half = n / 2, angle, other;
+    int64_t n = c->s.scores.rotary_dim ? c->s.scores.rotary_dim : c->s.head_dim, half = n / 2, angle, other;
     double a;
     int second;
     if (c->base == 0 || d >= n) return x[d];
-    if (c->s.rotary_form == MT_ROTARY_PAIRS) angle = d / 2, second = d % 2 == 1, other = d ^ 1;
+    if (c->s.scores.rotary_form == MT_ROTARY_PAIRS) angle = d / 2, second = d % 2 == 1, other = d ^ 1;
     else angle = d % half, second = d >= half, other = second ? d - half : d + half;
     a = (double)position * pow(c->base, -2.0 * (double)angle / (double)n);
     return second ? x[d] * cos(a) + x[other] * sin(a) : x[d] * cos(a) - x[other] * sin(a);
@@ -140,9 +140,10 @@ static void append(cached *c, const int32_t *added, float scale) {
 static void attend(const cached *c, int64_t b, int64_t a, int64_t i, double *out) {
     const mt_attention_desc *s = &c->s;
     int64_t position = c->lengths[b] + i, row = (b * s->groups + a / s->heads_per_group) * c->cache.max_seq, p, d;
-    int64_t first = s->window && position + 1 > s->window ? position + 1 - s->window : 0;
+    int64_t first = s->scores.window && position + 1 > s->scores.window ? position + 1 - s->scores.window : 0;
     double *w = (double *)malloc((size_t)(position + 1) * sizeof *w), top = -INFINITY, sum = 0;
-    double scale = s->scale != 0.0f ? (double)s->scale : 1 / sqrt((double)s->head_dim), cap = (double)s->softcap;
+    double scale = s->scores.scale != 0.0f ? (double)s->scores.scale : 1 / sqrt((double)s->head_dim),
+           cap = (double)s->scores.softcap;
     double q[130];
     assert_true(w && s->head_dim <= 130);
     for (d = 0; d < s->head_dim; d++) q[d] = element(c->qkv, b * s->seq + i, ref_col(s, a, 0) + d);
@@ -174,7 +175,7 @@ static void check_attention(cached *c) {
                 else memset(want, 0, (size_t)s->head_dim * sizeof *want);
                 for (d = 0; d < s->head_dim; d++) {
                     double got = element(c->out, b * s->seq + i, a * s->head_dim + d);
-                    if (!(fabs(got - want[d]) <= (s->softcap > 0 ? 2 : 1) * tolerance_of(c->out.dtype)))
+                    if (!(fabs(got - want[d]) <= (s->scores.softcap > 0 ? 2 : 1) * tolerance_of(c->out.dtype)))
                         fail_msg("sequence %ld, token %ld, head %ld, feature %ld is %.9g, not %.9g (lengths %d + %d)",
                                  (long)b, (long)i, (long)a, (long)d, got, want[d], c->lengths[b], c->added[b]);
                 }
@@ -229,12 +230,12 @@ static void test_operators_like_double_precision(void **state) {
         double base = i % 3 == 0 || head_dims[i % 6] == 1 ? 0 : 100;
         if (!test_takes(i, 7)) continue;
         s.qkv_layout = (mt_qkv_layout)(i / 7 % 3);
-        s.rotary_form = (mt_rotary_form)(i / 3 % 2);
-        if (base > 0 && i % 4 == 1) s.rotary_dim = s.head_dim / 2 / 2 * 2;
-        if (i % 4 == 2) s.window = 1 + (int64_t)(i % 23);
-        if (i % 7 == 3) s.softcap = 0.75f;
-        if (i % 5 == 2) s.alibi_slopes = slopes;
-        if (i % 11 == 4) s.scale = 0.3f;
+        s.scores.rotary_form = (mt_rotary_form)(i / 3 % 2);
+        if (base > 0 && i % 4 == 1) s.scores.rotary_dim = s.head_dim / 2 / 2 * 2;
+        if (i % 4 == 2) s.scores.window = 1 + (int64_t)(i % 23);
+        if (i % 7 == 3) s.scores.softcap = 0.75f;
+        if (i % 5 == 2) s.scores.alibi = 1, s.alibi_slopes = slopes;
+        if (i % 11 == 4) s.scores.scale = 0.3f;
         try_cache(s, max_seqs[i / 6 % 4], types[i / 24 % 3], base);
         n++;
     }
@@ -247,7 +248,7 @@ static void test_huge_windows(void **state) {
     (void)state;
     for (int i = 0; i < 4; i++) {
         mt_attention_desc s = sizes(1, 2, 8);
-        s.window = windows[i];
+        s.scores.window = windows[i];
         try_cache(s, 12, MT_F32, 0);
     }
 }
@@ -303,9 +304,9 @@ static void test_operators_refuse(void **state) {
     int32_t cu_seqlens[2] = {0, 6};
     mt_kv_cache k = c.cache;
     (void)state;
-    s.mask = MT_MASK_BIDIRECTIONAL;
+    s.scores.mask = MT_MASK_BIDIRECTIONAL;
     BOTH_REFUSE(MT_ERR_UNSUPPORTED, "MT_MASK_CAUSAL");
-    s.mask = (mt_mask)7;
+    s.scores.mask = (mt_mask)7;
     BOTH_REFUSE(MT_ERR_ARGUMENT, "mask is 7");
     s.dropout.p = 0.1f;
     BOTH_REFUSE(MT_ERR_UNSUPPORTED, "dropout");
@@ -317,10 +318,13 @@ static void test_operators_refuse(void **state) {
     BOTH_REFUSE(MT_ERR_UNSUPPORTED, "bias");
     s.dbias = c.qkv;
     BOTH_REFUSE(MT_ERR_UNSUPPORTED, "bias");
-    s.window = -1;
+    s.scores.window = -1;
     BOTH_REFUSE(MT_ERR_ARGUMENT, "window is -1");
-    s.softcap = -1;
+    s.scores.softcap = -1;
     BOTH_REFUSE(MT_ERR_ARGUMENT, "softcap is -1");
+    s.scores.rotary_base = 10.0f;
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "scores.rotary_base is 10, but table is mt_none()",
+                   mt_kv_cache_append(ref.ctx, &s, mt_none(), c.qkv, &k));
     s.seq = 3;
     BOTH_REFUSE(MT_ERR_SHAPE, "qkv is [6, 64], must be [9, 64]");
     s.groups = 0;
@@ -583,16 +587,16 @@ static mt_gpt_desc model_of_kind(int kind) {
                                 : small_model(32, 8, 8);
     if (kind == 2) d.layer.placement = MT_POST_LN;
     if (kind == 3) d.layer.placement = MT_RESIDUAL_POST_LN;
-    if (kind == 4) d.layer.alibi = 1, d.layer.window = 4, d.layer.softcap = 2;
-    if (kind == 5) d.layer.qkv_layout = MT_QKV_CONCATENATED, d.layer.rotary_form = MT_ROTARY_PAIRS;
-    if (kind == 5) d.layer.rotary_base = 100, d.layer.rotary_dim = 2;
-    if (kind == 8) d.layer.qkv_layout = MT_QKV_SEPARATE, d.layer.rotary_base = 100;
+    if (kind == 4) d.layer.scores.alibi = 1, d.layer.scores.window = 4, d.layer.scores.softcap = 2;
+    if (kind == 5) d.layer.qkv_layout = MT_QKV_CONCATENATED, d.layer.scores.rotary_form = MT_ROTARY_PAIRS;
+    if (kind == 5) d.layer.scores.rotary_base = 100, d.layer.scores.rotary_dim = 2;
+    if (kind == 8) d.layer.qkv_layout = MT_QKV_SEPARATE, d.layer.scores.rotary_base = 100;
     if (kind == 9) d.padded_vocab = 48;
     if (kind != 1) return d;
     d.untied_head = 1;
     d.layer.norm = MT_RMS_NORM;
     d.layer.activation = MT_SWIGLU;
-    d.layer.rotary_base = 100.0f;
+    d.layer.scores.rotary_base = 100.0f;
     d.layer.no_bias = 1;
     d.layer.qkv_layout = MT_QKV_SEPARATE;
     return d;
@@ -656,7 +660,7 @@ static mt_status layer_main(mt_comm *world, void *user) {
     mt_transformer_layer_desc d = {.hidden = 16,
                                    .heads = 4,
                                    .kv_heads = 2,
-                                   .rotary_base = 100,
+                                   .scores.rotary_base = 100,
                                    .max_seq = 8,
                                    .hidden_dropout = 0.1f,
                                    .sequence_parallel = *(const int *)user};
@@ -706,8 +710,8 @@ static void test_layer(void **state) {
 }
 
 static void test_blocks_refuse(void **state) {
-    mt_self_attention_desc d = {.hidden = 8, .heads = 2, .rotary_base = 100, .max_seq = 4};
-    mt_transformer_layer_desc ld = {.hidden = 8, .heads = 2, .mask = MT_MASK_BIDIRECTIONAL};
+    mt_self_attention_desc d = {.hidden = 8, .heads = 2, .scores.rotary_base = 100, .max_seq = 4};
+    mt_transformer_layer_desc ld = {.hidden = 8, .heads = 2, .scores.mask = MT_MASK_BIDIRECTIONAL};
     mt_self_attention a, none;
     mt_transformer_layer layer;
     mt_batch batch = {.sequences = 1, .seq = 2};
@@ -794,7 +798,7 @@ static void test_models_refuse_caches(void **state) {
     mt_gpt_cache_destroy(r.ctx, &empty);
     mt_gpt_cache_destroy(r.ctx, NULL);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, test_rank_renew(&r));
-    bidirectional = d, bidirectional.layer.mask = MT_MASK_BIDIRECTIONAL;
+    bidirectional = d, bidirectional.layer.scores.mask = MT_MASK_BIDIRECTIONAL;
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &bidirectional, &other));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_gpt_cache_create|mt_params_init", mt_gpt_cache_create(r.ctx, &other, 2, 0, &c));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));

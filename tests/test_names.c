@@ -65,7 +65,7 @@ static mt_status replica_open(mt_comm *world, const source *s, replica *m) {
     d.padded_vocab = s->padded_vocab;
     d.layer.qkv_layout = s->qkv_layout;
     if (d.layer.kv_heads < d.layer.heads && s->qkv_layout == MT_QKV_CONCATENATED) d.layer.qkv_layout = MT_QKV_SEPARATE;
-    if (d.layer.rotary_base > 0) d.layer.rotary_form = s->rotary_form;
+    if (d.layer.scores.rotary_base > 0) d.layer.scores.rotary_form = s->rotary_form;
     MT_TRY(mt_gpt_create(m->r.ctx, m->r.params, &d, &m->gpt));
     return mt_gpt_checkpoint_create(m->r.ctx, m->r.params, &m->gpt, &c, &m->checkpoint);
 }
@@ -1182,7 +1182,7 @@ static void equal_configs(void **state) {
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_gpt_desc_read(ctx, "tests/golden/llama_hf", &want));
     wanted = mti_describe_gpt(&want);
-    assert_true(want.layer.rotary_base == 500.0f && want.layer.kv_heads == 2 && want.layer.norm_eps == 1e-4f);
+    assert_true(want.layer.scores.rotary_base == 500.0f && want.layer.kv_heads == 2 && want.layer.norm_eps == 1e-4f);
     assert_true(want.layer.ffn == 24 && want.max_seq == SEQ && want.untied_head && want.layer.no_bias);
     shell("cp -r tests/golden/llama_hf '%s'", in_scratch("c"));
     for (size_t i = 0; i < sizeof edits / sizeof *edits; i++) {
@@ -1403,7 +1403,7 @@ static void long_lists_of_layers(void **state) {
         }
         ASSERT_STATUS(ctx, MT_SUCCESS, status);
         assert_int_equal(got.d.layers, cases[i / 2].layers);
-        assert_float_equal(got.d.layer.rotary_base, 500.0f, 0.0f);
+        assert_float_equal(got.d.layer.scores.rotary_base, 500.0f, 0.0f);
     }
     forget("c");
     mt_context_destroy(ctx);
@@ -1602,7 +1602,7 @@ static mt_status other_rank(mt_comm *world, void *user) {
         if (i == 0) d.layer.activation = MT_GELU_ERF;
         if (i == 1) d.layer.norm = MT_RMS_NORM;
         if (i == 2) d.layer.placement = MT_POST_LN;
-        if (i == 3) d.layer.mask = MT_MASK_BIDIRECTIONAL;
+        if (i == 3) d.layer.scores.mask = MT_MASK_BIDIRECTIONAL;
         if (i == 4) d.untied_head = 0;
         MT_TRY(mt_gpt_create(m.r.ctx, m.r.params, &d, &m.gpt));
         MT_TRY(mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &m.gpt, &c, &m.checkpoint));

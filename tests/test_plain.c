@@ -667,13 +667,13 @@ static const block_case block_cases[] = {
     {"default", {.hidden = HIDDEN}, {.hidden = HIDDEN, .heads = 8}},
     {"SwiGLU; GQA, rotary, no biases",
      {.hidden = HIDDEN, .ffn = 40, .activation = MT_SWIGLU, .no_bias = 1},
-     {.hidden = HIDDEN, .heads = 24, .kv_heads = 8, .rotary_base = 10000.0f, .max_seq = 20, .no_bias = 1}},
+     {.hidden = HIDDEN, .heads = 24, .kv_heads = 8, .scores.rotary_base = 10000.0f, .max_seq = 20, .no_bias = 1}},
     {"sequence-parallel, uneven",
      {.hidden = HIDDEN, .ffn = 36, .activation = MT_GELU_ERF, .sequence_parallel = 1},
      {.hidden = HIDDEN,
       .heads = 12,
       .sequence_parallel = 1,
-      .mask = MT_MASK_BIDIRECTIONAL,
+      .scores.mask = MT_MASK_BIDIRECTIONAL,
       .dropout = 0.25f,
       .layer_number = 3}},
     {"concatenated QKV, two features turn as a pair",
@@ -681,10 +681,10 @@ static const block_case block_cases[] = {
      {.hidden = HIDDEN,
       .heads = 8,
       .qkv_layout = MT_QKV_CONCATENATED,
-      .rotary_base = 10000.0f,
+      .scores.rotary_base = 10000.0f,
       .max_seq = 20,
-      .rotary_form = MT_ROTARY_PAIRS,
-      .rotary_dim = 2}},
+      .scores.rotary_form = MT_ROTARY_PAIRS,
+      .scores.rotary_dim = 2}},
     {"separate Q, K and V; GQA",
      {.hidden = HIDDEN},
      {.hidden = HIDDEN, .heads = 24, .kv_heads = 8, .qkv_layout = MT_QKV_SEPARATE}},
@@ -693,7 +693,7 @@ static const block_case block_cases[] = {
      {.hidden = HIDDEN, .heads = 8, .skip_bias_add = 1, .recompute_core = 1}},
     {"ALiBi, window and soft cap",
      {.hidden = HIDDEN},
-     {.hidden = HIDDEN, .heads = 12, .alibi = 1, .window = 5, .softcap = 1.5f}},
+     {.hidden = HIDDEN, .heads = 12, .scores.alibi = 1, .scores.window = 5, .scores.softcap = 1.5f}},
 };
 #define BLOCK_CASES ((int)(sizeof block_cases / sizeof *block_cases))
 
@@ -746,7 +746,7 @@ static mt_status block_open(block_test *t) {
     t->attention_own.proj = own_of(r, t->attention.proj.weight, t->attention.proj.bias);
     t->attention_own.rotary = copy_of(r, t->attention.rotary);
     t->attention_own.alibi_slopes = copy_of(r, t->attention.alibi_slopes);
-    if (t->c->attention.alibi && !t->attention_own.alibi_slopes.data) /* a rank without heads */
+    if (t->c->attention.scores.alibi && !t->attention_own.alibi_slopes.data) /* a rank without heads */
         t->attention_own.alibi_slopes = mt_tensor_f32(test_floats(r, 1, 0.0f), 1, 0);
     t->x = noise_of(r, mt_params_dtype(r->params), rows, HIDDEN, 1 + me);
     t->dy = noise_of(r, mt_params_dtype(r->params), rows, HIDDEN, 20 + me);
@@ -938,8 +938,8 @@ static void test_plain_copies_refused(void **state) {
 
 static void test_plain_attention_refuses(void **state) {
     const mt_self_attention_desc d = {.hidden = HIDDEN, .heads = 8}, odd = {.hidden = HIDDEN, .heads = 7};
-    const mt_self_attention_desc rotary = {.hidden = HIDDEN, .heads = 8, .rotary_base = 1e4f, .max_seq = 20};
-    const mt_self_attention_desc alibi = {.hidden = HIDDEN, .heads = 8, .alibi = 1};
+    const mt_self_attention_desc rotary = {.hidden = HIDDEN, .heads = 8, .scores.rotary_base = 1e4f, .max_seq = 20};
+    const mt_self_attention_desc alibi = {.hidden = HIDDEN, .heads = 8, .scores.alibi = 1};
     mt_self_attention_saved saved;
     block_test t;
     test_rank r;

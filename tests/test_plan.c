@@ -109,8 +109,8 @@ static void test_attention(void **state) {
         double logs = 4.0 * (double)(heads * b * seq);
         d.heads_per_group = shared;
         d.head_dim = dim;
-        d.mask = cases[i].causal ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL;
-        d.window = cases[i].window;
+        d.scores.mask = cases[i].causal ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL;
+        d.scores.window = cases[i].window;
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_dot_product_attention_forward(r.ctx, &d, q, k, v, out, lse));
         assert_entry(r.ctx, MT_WORK_ATTENTION, "mt_dot_product_attention_forward", MT_BF16, 4 * (double)dim * scores,
                      bytes + logs);
@@ -154,8 +154,8 @@ static void test_bytes(void **state) {
     assert_entry(r.ctx, MT_WORK_MEMORY, "mt_embedding_forward", MT_BF16, 0, 3 * 120);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_embedding_backward(r.ctx, x, 0, ids, view(r.ctx, MT_F32, 1000, 10)));
     assert_entry(r.ctx, MT_WORK_MEMORY, "mt_embedding_backward", MT_BF16, 0, 120 + 2 * 240);
-    rotary =
-        (mt_attention_desc){.batch = 2, .seq = 3, .groups = 2, .heads_per_group = 3, .head_dim = 8, .rotary_dim = 4};
+    rotary = (mt_attention_desc){
+        .batch = 2, .seq = 3, .groups = 2, .heads_per_group = 3, .head_dim = 8, .scores.rotary_dim = 4};
     ASSERT_STATUS(r.ctx, MT_SUCCESS,
                   mt_rotary_forward(r.ctx, &rotary, view(r.ctx, MT_F32, 3, 4), view(r.ctx, MT_BF16, 6, 80)));
     assert_entry(r.ctx, MT_WORK_MEMORY, "mt_rotary_forward", MT_BF16, 0, 2 * 6 * 4 * 8 * 2 + 48); /* 6 + 2 heads */
@@ -445,13 +445,13 @@ static void test_flops_by_hand(void **state) {
     mt_gpt_desc d = {.vocab = 50257, .layers = 24, .max_seq = 1024, .layer = {.hidden = 1024, .heads = 16}};
     double n = 24 * 12.0 * 1024 * 1024 + 50257.0 * 1024, tokens = 8 * 1024;
     (void)state;
-    d.layer.mask = MT_MASK_BIDIRECTIONAL;
+    d.layer.scores.mask = MT_MASK_BIDIRECTIONAL;
     assert_true(mt_gpt_flops(&d, 8, 1024) == tokens * (6 * n + 12 * 24 * 1024.0 * 1024));
     d.padded_vocab = 50304;
     d.layer.recompute = MT_RECOMPUTE_FULL;
-    d.layer.window = 5000;
+    d.layer.scores.window = 5000;
     assert_true(mt_gpt_flops(&d, 8, 1024) == tokens * (6 * n + 12 * 24 * 1024.0 * 1024));
-    d.layer.window = 1; /* each query sees one key */
+    d.layer.scores.window = 1; /* each query sees one key */
     assert_true(mt_gpt_flops(&d, 8, 1024) == tokens * (6 * n + 12 * 24 * 1024.0));
     d.layer.kv_heads = 1;
     d.layer.activation = MT_SWIGLU;

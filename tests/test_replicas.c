@@ -752,8 +752,9 @@ static mt_status alike_calls(mt_context *ctx, const mt_grid *g, alike fault, int
     mt_attention_desc s = {.batch = 1, .seq = 12, .groups = 2, .heads_per_group = 1, .head_dim = 4};
     mt_cross_entropy_shard_desc vocabulary = {.vocab = 20, .first_col = 10 * g->tp_rank};
     int32_t ids[12] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8};
+    s.scores.alibi = 1;
     s.alibi_slopes = (const float *)t->slopes.data;
-    s.mask = fault == UNLIKE_MASKS && odd ? MT_MASK_BIDIRECTIONAL : MT_MASK_CAUSAL;
+    s.scores.mask = fault == UNLIKE_MASKS && odd ? MT_MASK_BIDIRECTIONAL : MT_MASK_CAUSAL;
     MT_TRY(mt_upload(ctx, ids + (same ? 0 : 6 * g->dp_rank), t->tokens));
     MT_TRY(mt_upload(ctx, ids + (by_heart ? 0 : 5 * g->dp_rank) + (fault == UNLIKE_TARGETS && odd), t->targets));
     MT_TRY(mt_declare(ctx, g->dp, t->tokens, MT_SPLIT_ROWS));
@@ -1090,9 +1091,9 @@ static mt_status scaled_rank(mt_comm *world, void *user) {
     MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, &where, &r));
     MT_TRY(scaled_open(&r, &t));
     MT_TRY(mt_attention_forward(r.ctx, &s, t.qkv, t.out, mt_none()));
-    s.scale = 0.25f; /* 1 / head_dim, as in muP */
+    s.scores.scale = 0.25f; /* 1 / head_dim, as in muP */
     MT_TRY(mt_attention_forward(r.ctx, &s, t.qkv, t.out, mt_none()));
-    s.scale = 0.5f * 1.41421356f; /* of half the features */
+    s.scores.scale = 0.5f * 1.41421356f; /* of half the features */
     if (check == 2)
         SAYS(r.ctx, "mt_attention_forward|desc.scale is 2 times|\"tensor\" has 2 ranks|if it is meant so",
              mt_attention_forward(r.ctx, &s, t.qkv, t.out, mt_none()));

@@ -306,7 +306,7 @@ static mt_status own_queries(run *r, mt_attention_desc d, int64_t keys) {
     mt_tensor k = room(r, keys ? keys : T, HEADS * D), dk = zeros(r, k.rows, k.cols), dv = zeros(r, k.rows, k.cols);
     mt_tensor dwk = zeros(r, HEADS * D, C), source = keys ? memory : all;
     heads h = {.d = d, .dout = given(r, T, HEADS * D, 'r')};
-    int64_t seen = d.mask == MT_MASK_CAUSAL && r->mistake != 1 ? (r->rank + 1) * share(r, T) : k.rows;
+    int64_t seen = d.scores.mask == MT_MASK_CAUSAL && r->mistake != 1 ? (r->rank + 1) * share(r, T) : k.rows;
     h.d.batch = 1, h.d.groups = HEADS, h.d.heads_per_group = 1, h.d.head_dim = D;
     h.d.seq = share(r, T);
     h.d.kv_seq = seen;
@@ -328,12 +328,14 @@ static mt_status own_queries(run *r, mt_attention_desc d, int64_t keys) {
 }
 
 static mt_status own_queries_of_all_keys(run *r) {
-    return own_queries(r, (mt_attention_desc){.mask = MT_MASK_BIDIRECTIONAL}, 0);
+    return own_queries(r, (mt_attention_desc){.scores.mask = MT_MASK_BIDIRECTIONAL}, 0);
 }
 static mt_status own_queries_of_a_memory(run *r) {
-    return own_queries(r, (mt_attention_desc){.mask = MT_MASK_BIDIRECTIONAL}, 2 * T);
+    return own_queries(r, (mt_attention_desc){.scores.mask = MT_MASK_BIDIRECTIONAL}, 2 * T);
 }
-static mt_status own_queries_of_first_keys(run *r) { return own_queries(r, (mt_attention_desc){.window = 3}, 0); }
+static mt_status own_queries_of_first_keys(run *r) {
+    return own_queries(r, (mt_attention_desc){.scores.window = 3}, 0);
+}
 
 /* ---- what check mode knows --------------------------------------------------------------------------------------- */
 
@@ -642,6 +644,7 @@ static mt_status tokens_to_heads(run *r) {
     mt_attention_desc d = {.batch = 1, .seq = T, .groups = HEADS / r->ranks, .heads_per_group = 1, .head_dim = D};
     d.cu_seqlens = ends;
     d.documents = 2;
+    d.scores.alibi = 1;
     d.alibi_slopes = slopes.data;
     MT_TRY(mt_alibi_slopes(r->ctx, HEADS, r->rank * slopes.cols, slopes));
     MT_TRY(mt_gather_from_sequence_region(r->ctx, r->tp, x, all));
@@ -1008,7 +1011,7 @@ static mt_status scale_of_the_head_size(run *r) {
     mt_tensor qkv = given(r, T, 3 * HEADS * D, 'c'), dout = given(r, T, HEADS * D, 'c');
     mt_tensor out = room(r, T, dout.cols), lse = room(r, out.cols / D, T), dqkv = room(r, T, qkv.cols);
     mt_attention_desc d = {.batch = 1, .seq = T, .groups = HEADS / r->ranks, .heads_per_group = 1, .head_dim = D};
-    d.scale = r->mistake == 1 ? 1 / sqrtf((float)D / (float)r->ranks) : 1.0f / D;
+    d.scores.scale = r->mistake == 1 ? 1 / sqrtf((float)D / (float)r->ranks) : 1.0f / D;
     if (r->mistake != 1) MT_TRY(mt_declare_meant(r->ctx, qkv));
     MT_TRY(mt_attention_forward(r->ctx, &d, qkv, out, lse));
     MT_TRY(mt_attention_backward(r->ctx, &d, qkv, out, lse, dout, dqkv));
@@ -1023,7 +1026,7 @@ static mt_status scale_of_fused_queries(run *r) {
     mt_tensor qkv = given(r, T, 3 * HEADS * D, 'c'), other = given(r, T, 3 * HEADS * D, 'c');
     mt_tensor out = room(r, T, heads * D), lse = room(r, heads, T);
     mt_attention_desc d = {.batch = 1, .seq = T, .groups = heads, .heads_per_group = 1, .head_dim = D};
-    d.scale = r->mistake == 1 ? 1 / sqrtf((float)D / (float)r->ranks) : 1.0f / D;
+    d.scores.scale = r->mistake == 1 ? 1 / sqrtf((float)D / (float)r->ranks) : 1.0f / D;
     MT_TRY(mt_declare_meant(r->ctx, mt_tensor_cols(r->mistake == 1 ? other : qkv, 0, heads * D)));
     MT_TRY(mt_attention_forward(r->ctx, &d, qkv, out, lse));
     return gives(r, out, 'c');
@@ -1032,7 +1035,7 @@ static mt_status scale_of_fused_queries(run *r) {
 /* The same with queries, keys and values apart. */
 static mt_status scale_of_own_queries(run *r) {
     heads h = {.d = {.batch = 1, .seq = T, .groups = HEADS / r->ranks, .heads_per_group = 1, .head_dim = D}};
-    h.d.scale = r->mistake == 1 ? 1 / sqrtf((float)D / (float)r->ranks) : 1.0f / D;
+    h.d.scores.scale = r->mistake == 1 ? 1 / sqrtf((float)D / (float)r->ranks) : 1.0f / D;
     h.q = given(r, T, HEADS * D, 'c');
     h.k = given(r, T, HEADS * D, 'c');
     h.v = given(r, T, HEADS * D, 'c');

@@ -180,7 +180,7 @@ static mt_attention_desc qkv_desc(const call *c, mt_tensor bias, mt_tensor dbias
 static mt_attention_desc q_desc(const call *c, mt_tensor bias, mt_tensor dbias) {
     mt_attention_desc d = attention_of(c, 0, QUERIES, c->variant & FIXED_SEQ ? 6 : 0);
     d.kv_seq = T(1).rows / d.batch;
-    if (c->variant & BIDIRECTIONAL) d.mask = MT_MASK_BIDIRECTIONAL;
+    if (c->variant & BIDIRECTIONAL) d.scores.mask = MT_MASK_BIDIRECTIONAL;
     if (c->variant & ONE_GROUP) d.groups = 1, d.heads_per_group = T(0).cols / HEAD;
     return scores_of(c, d, bias, dbias);
 }

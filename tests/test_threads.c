@@ -372,7 +372,7 @@ static mt_attention_desc rotary_of(mt_rotary_form form) {
     s.groups = 2;
     s.heads_per_group = 3;
     s.head_dim = 42;
-    s.rotary_form = form;
+    s.scores.rotary_form = form;
     return s;
 }
 
@@ -578,7 +578,7 @@ static mt_attention_desc kv_desc(mt_tensor keys) {
     static const int32_t added[] = {3, 1, 2};
     mt_attention_desc d = {.batch = 3, .seq = KV_SEQ, .groups = 2, .heads_per_group = 2, .lengths = added};
     d.head_dim = keys.cols;
-    d.mask = MT_MASK_CAUSAL;
+    d.scores.mask = MT_MASK_CAUSAL;
     return d;
 }
 

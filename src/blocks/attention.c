@@ -3,9 +3,8 @@
 #pragma once
 #include "attention.h"
 #include "mlp.c"
-#include "../comm/communicator.h"
 #include "../parallel/hash_log.h"
-#include "../comm/hash.c"
+#include "../ops/attention_desc.c"
 
 MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer, int site) {
     mt_dropout d;
@@ -85,27 +84,29 @@ static mt_status mti_qkv_layout_check(mt_context *ctx, const char *function, con
 
 /* The number of features of a head that rotary turns. */
 static int64_t mti_attention_rotary_dim(const mt_self_attention_desc *d) {
-    return d->rotary_dim ? d->rotary_dim : d->hidden / d->heads;
+    return d->scores.rotary_dim ? d->scores.rotary_dim : d->hidden / d->heads;
 }
 
-/* Checks max_seq, rotary_form and rotary_dim together with rotary_base. */
+/* Checks max_seq and the fields of scores together with rotary_base. */
 static mt_status mti_attention_rotary_check(mt_context *ctx, const char *function, const char *name,
                                             const mt_self_attention_desc *d) {
-    int64_t head_dim = d->hidden / d->heads;
-    if (d->rotary_base == 0.0f) {
-        if (d->max_seq == 0 && d->rotary_form != MT_ROTARY_HALVES)
+    const mt_scores_desc *s = &d->scores;
+    if (s->rotary_base == 0.0f) {
+        if (d->max_seq == 0 && s->rotary_form != MT_ROTARY_HALVES)
             return mt_fail(ctx, MT_ERR_ARGUMENT,
-                           "%s: '%s': rotary_form is MT_ROTARY_PAIRS, must be MT_ROTARY_HALVES without rotary_base",
+                           "%s: '%s': scores.rotary_form is MT_ROTARY_PAIRS, must be MT_ROTARY_HALVES without "
+                           "rotary_base",
                            function, name);
-        if (d->max_seq == 0 && d->rotary_dim == 0) return MT_SUCCESS;
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': %s is %lld, must be 0 without rotary_base", function, name,
-                       d->max_seq ? "max_seq" : "rotary_dim", (long long)(d->max_seq ? d->max_seq : d->rotary_dim));
+        if (d->max_seq == 0 && s->rotary_dim == 0) return MT_SUCCESS;
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': %s is %lld, must be 0 without scores.rotary_base", function,
+                       name, d->max_seq ? "max_seq" : "scores.rotary_dim",
+                       (long long)(d->max_seq ? d->max_seq : s->rotary_dim));
     }
     MT_TRY(mt_check_size(ctx, function, name, "max_seq", d->max_seq, 1, INT32_MAX));
-    MT_TRY(mt_check_size(ctx, function, name, "rotary_dim", d->rotary_dim, 0, head_dim));
+    MT_TRY(mt_check_size(ctx, function, name, "scores.rotary_dim", s->rotary_dim, 0, d->hidden / d->heads));
     if (mti_attention_rotary_dim(d) % 2 == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': %s is %lld, must be even for rotary", function, name,
-                   d->rotary_dim ? "rotary_dim" : "the head size", (long long)mti_attention_rotary_dim(d));
+                   s->rotary_dim ? "scores.rotary_dim" : "the head size", (long long)mti_attention_rotary_dim(d));
 }
 
 /* shards is the number of parts into which the query groups are split: V in invariant mode, and t otherwise. kv_heads
@@ -129,16 +130,11 @@ static mt_status mti_attention_check(mt_context *ctx, const char *function, cons
     MT_TRY(mt_check_integer(ctx, function, name, "hidden", d->hidden, 1, INT32_MAX));
     MT_TRY(mt_check_integer(ctx, function, name, "heads", d->heads, 1, INT64_MAX));
     MT_TRY(mt_check_integer(ctx, function, name, "kv_heads", d->kv_heads, 0, INT64_MAX));
-    MT_TRY(mt_check_enum(ctx, function, name, "mask", (int)d->mask, MT_MASK_WORDS));
-    MT_TRY(mt_check_float(ctx, function, name, "rotary_base", d->rotary_base, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mti_scores_desc_check(ctx, function, name, &d->scores));
     MT_TRY(mt_check_integer(ctx, function, name, "max_seq", d->max_seq, 0, INT32_MAX));
     MT_TRY(mt_check_float(ctx, function, name, "dropout", d->dropout, MT_FLOAT_PROBABILITY));
     MT_TRY(mt_check_integer(ctx, function, name, "layer_number", d->layer_number, 0, INT64_MAX));
     MT_TRY(mt_check_enum(ctx, function, name, "qkv_layout", (int)d->qkv_layout, MT_QKV_LAYOUT_WORDS));
-    MT_TRY(mt_check_enum(ctx, function, name, "rotary_form", (int)d->rotary_form, MT_ROTARY_FORM_WORDS));
-    MT_TRY(mt_check_integer(ctx, function, name, "window", d->window, 0, INT64_MAX));
-    MT_TRY(mt_check_float(ctx, function, name, "softcap", d->softcap, MT_FLOAT_AT_LEAST_0));
-    MT_TRY(mt_check_integer(ctx, function, name, "alibi", d->alibi, 0, 1));
     MT_TRY(mti_init_std_check(ctx, function, name, d->init_std, d->output_init_std));
     MT_TRY(mti_heads_check(ctx, function, name, d->hidden, d->heads, d->kv_heads, shards));
     MT_TRY(mti_attention_rotary_check(ctx, function, name, d));
@@ -170,11 +166,11 @@ static mt_status mti_attention_tables(mt_context *ctx, mt_params *params, mt_sel
     const mt_self_attention_desc *d = &out->desc;
     int64_t heads = mti_attention_heads_here(out), first = out->first_group * (d->heads / (d->kv_heads * out->pieces));
     if (!params) return MT_SUCCESS;
-    if (d->rotary_base > 0.0f) {
+    if (d->scores.rotary_base > 0.0f) {
         MT_TRY(mti_attention_buffer(ctx, params, d->max_seq, mti_attention_rotary_dim(d), &out->rotary));
-        MT_TRY(mt_rotary_table(ctx, d->rotary_base, out->rotary));
+        MT_TRY(mt_rotary_table(ctx, d->scores.rotary_base, out->rotary));
     }
-    if (!d->alibi || heads == 0) return MT_SUCCESS;
+    if (!d->scores.alibi || heads == 0) return MT_SUCCESS;
     MT_TRY(mti_attention_buffer(ctx, params, 1, heads, &out->alibi_slopes));
     return mt_alibi_slopes(ctx, d->heads, first, out->alibi_slopes);
 }
@@ -363,11 +359,7 @@ static mt_attention_desc mti_attention_desc(const mt_self_attention *a, const mt
     mt_attention_desc s = mti_rank_attention(a->groups, a->proj.weight->tp_rank, groups, a->desc.heads / groups,
                                              a->head_dim, a->desc.qkv_layout, batch);
     mti_attention_dropout(&s, mt_batch_dropout(batch, training ? a->desc.dropout : 0.0f, a->desc.layer_number, 0));
-    s.mask = a->desc.mask;
-    s.rotary_form = a->desc.rotary_form;
-    s.rotary_dim = a->desc.rotary_dim;
-    s.window = a->desc.window;
-    s.softcap = a->desc.softcap;
+    s.scores = a->desc.scores;
     s.alibi_slopes = (const float *)a->alibi_slopes.data;
     return s;
 }
@@ -884,7 +876,7 @@ static mt_status mti_cache_check(mt_context *ctx, const char *function, const mt
     int64_t groups = a->desc.kv_heads * a->pieces, rows;
     mt_attention_desc s =
         mti_rank_attention(groups, 0, groups, a->desc.heads / groups, a->head_dim, a->desc.qkv_layout, batch);
-    s.mask = a->desc.mask;
+    s.scores.mask = a->desc.scores.mask;
     MT_TRY(mt_kv_cache_check(ctx, function, &s, cache));
     if (a->rotary.data && cache->max_seq > a->desc.max_seq)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: the cache has max_seq %lld, must be at most that of the layer, %lld",
@@ -1004,9 +996,9 @@ static mt_status mti_own_slopes(mt_context *ctx, const char *function, const mt_
                                 mt_self_attention *out) {
     int64_t heads = mti_attention_heads_here(out);
     out->alibi_slopes = tensors->alibi_slopes;
-    if (out->desc.alibi && !tensors->alibi_slopes.data)
+    if (out->desc.scores.alibi && !tensors->alibi_slopes.data)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: alibi is 1, but alibi_slopes is mt_none()", function);
-    if (out->desc.alibi)
+    if (out->desc.scores.alibi)
         return mt_tensor_check(ctx, function, "alibi_slopes", tensors->alibi_slopes, MT_ARG_F32, 1, heads);
     if (!tensors->alibi_slopes.data) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: there are alibi_slopes, but alibi is 0", function);
@@ -1038,7 +1030,7 @@ static mt_status mti_own_attention(mt_context *ctx, const char *function, mt_com
     out->desc = d;
     out->head_dim = d.hidden / d.heads;
     out->pieces = 1;
-    if (d.rotary_base > 0.0f)
+    if (d.scores.rotary_base > 0.0f)
         MT_TRY(mt_tensor_check(ctx, function, "rotary", tensors->rotary, MT_ARG_F32, d.max_seq,
                                mti_attention_rotary_dim(&d)));
     else if (tensors->rotary.data)

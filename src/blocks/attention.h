@@ -32,26 +32,17 @@
 typedef struct mt_self_attention_desc {
     int64_t hidden, heads;
     int64_t kv_heads; /* number of query groups: heads for MHA, fewer for GQA; 0: heads */
-    mt_mask mask;     /* 0: MT_MASK_CAUSAL */
-    /* Base of rotary position embedding, usually 10000; 0: no rotary. By default each head is turned as a whole and in
-       halves, as in GPT-NeoX and Hugging Face's Llama. See rotary_form and rotary_dim */
-    float rotary_base;
+    /* mask, rotary, window, soft cap, ALiBi. rotary_form and rotary_dim must be 0 without rotary (MT_ERR_ARGUMENT) */
+    mt_scores_desc scores;
     int64_t max_seq;      /* tokens of the longest sequence; must be 0 without rotary (MT_ERR_ARGUMENT) */
     float dropout;        /* of attention probabilities */
     int64_t layer_number; /* selects the dropout masks; give each layer a number of its own */
     int no_bias;          /* 1: qkv and proj have no bias */
     /* advanced */
-    mt_qkv_layout qkv_layout;   /* 0: MT_QKV_PER_GROUP */
-    mt_rotary_form rotary_form; /* see mt_kernels.cuh; 0: MT_ROTARY_HALVES */
-    /* only the first rotary_dim features of a head are turned: the head size times Megatron's --rotary-percent; 0: all.
-       rotary_form and rotary_dim must be 0 without rotary (MT_ERR_ARGUMENT) */
-    int64_t rotary_dim;
-    int64_t window;        /* sliding window: position p attends to position j only if |p - j| < window; 0: none */
-    float softcap;         /* soft cap of the scores, see mt_attention_desc; 0: none */
-    int alibi;             /* 1: ALiBi (arXiv 2108.12409) with the slopes of mt_alibi_slopes */
-    int skip_bias_add;     /* as in mt_mlp_desc, for proj.bias */
-    int sequence_parallel; /* 1: x and y are [tokens / t, hidden] */
-    int recompute_core;    /* 1: backward runs core attention again, and saved does not keep out and lse */
+    mt_qkv_layout qkv_layout;        /* 0: MT_QKV_PER_GROUP */
+    int skip_bias_add;               /* as in mt_mlp_desc, for proj.bias */
+    int sequence_parallel;           /* 1: x and y are [tokens / t, hidden] */
+    int recompute_core;              /* 1: backward runs core attention again, and saved does not keep out and lse */
     float init_std, output_init_std; /* deviation of the initial weights of qkv and of proj; MT_ZERO: 0; 0: 0.02 */
     int add_to_dx;                   /* 1: backward adds to dx, see mt_linear_desc */
 } mt_self_attention_desc;
@@ -124,11 +115,11 @@ MT_API int64_t mt_self_attention_cache_groups(const mt_self_attention *attention
    invariant mode at least V (MT_ERR_SHAPE), because here nothing sums the gradients of copies. */
 typedef struct mt_self_attention_tensors {
     mt_linear_tensors qkv, separate[3], proj;
-    /* the table [max_seq, R] of mt_rotary_table, MT_F32, where R is desc.rotary_dim, or D if this is 0; mt_none() when
-       desc.rotary_base is 0 */
+    /* the table [max_seq, R] of mt_rotary_table, MT_F32, where R is desc.scores.rotary_dim, or D if this is 0;
+       mt_none() when desc.scores.rotary_base is 0 */
     mt_tensor rotary;
     /* [1, n], MT_F32: the slopes of this rank's n query heads, as mt_alibi_slopes computes them or others; mt_none()
-       when desc.alibi is 0. With alibi every rank passes memory, also one without heads (n is 0) */
+       when desc.scores.alibi is 0. With alibi every rank passes memory, also one without heads (n is 0) */
     mt_tensor alibi_slopes;
 } mt_self_attention_tensors;
 
@@ -179,11 +170,11 @@ MT_API mt_status mt_qk_norm_backward(mt_context *ctx, const mt_qk_norm *norm, mt
 /* Returns the desc that mt_core_attention_forward and mt_core_attention_backward need for the output of the layer `qkv`
    on this rank. The layer's parts and unit say which layout it computes: MT_QKV_PER_GROUP with 1 part and the unit
    (heads_per_group + 2) * head_dim, MT_QKV_CONCATENATED, with one query head per group, with 3 parts and the unit
-   head_dim. The field `groups` counts only this rank's non-empty groups. The mask is causal. lengths, cu_seqlens and
-   the bias are those of batch. dropout.at has this rank's first_row, first_col and global_cols, and dropout.p is 0. To
-   use dropout, copy p, at.seed, at.subsequence and at.offset from the result of mt_batch_dropout into dropout.
-   When a pointer is NULL, the layer has copies, or the parts and the unit are others, all fields of the result are 0,
-   and every call with it fails. For three layers (MT_QKV_SEPARATE) fill the desc yourself. */
+   head_dim. The field `groups` counts only this rank's non-empty groups. scores is zero: the mask is causal. lengths,
+   cu_seqlens and the bias are those of batch. dropout.at has this rank's first_row, first_col and global_cols, and
+   dropout.p is 0. To use dropout, copy p, at.seed, at.subsequence and at.offset from the result of mt_batch_dropout
+   into dropout. When a pointer is NULL, the layer has copies, or the parts and the unit are others, all fields of the
+   result are 0, and every call with it fails. For three layers (MT_QKV_SEPARATE) fill the desc yourself. */
 MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear *qkv, int64_t head_dim,
                                                 const mt_batch *batch);
 

@@ -4,6 +4,23 @@
 #include "cross.h"
 #include "attention.c"
 
+/* Refuses what depends on the distance of a query and a key, which have positions in different sequences. */
+static mt_status mti_cross_scores_check(mt_context *ctx, const char *function, const char *name,
+                                        const mt_scores_desc *s) {
+    const char *field = NULL;
+    MT_TRY(mti_scores_desc_check(ctx, function, name, s));
+    if (s->rotary_base > 0.0f) field = "rotary_base";
+    if (s->rotary_form != MT_ROTARY_HALVES) field = "rotary_form";
+    if (s->rotary_dim != 0) field = "rotary_dim";
+    if (s->window > 0) field = "window";
+    if (s->alibi) field = "alibi";
+    if (!field) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT,
+                   "%s: '%s': scores.%s is set, must be 0: queries and keys of cross-attention are of different "
+                   "sequences",
+                   function, name, field);
+}
+
 /* shards is that of mti_heads_check. */
 static mt_status mti_cross_desc_check(mt_context *ctx, const char *function, const char *name,
                                       const mt_cross_attention_desc *d, int shards) {
@@ -13,7 +30,7 @@ static mt_status mti_cross_desc_check(mt_context *ctx, const char *function, con
     MT_TRY(mt_check_integer(ctx, function, name, "kv_hidden", d->kv_hidden, 0, INT32_MAX));
     MT_TRY(mt_check_float(ctx, function, name, "dropout", d->dropout, MT_FLOAT_PROBABILITY));
     MT_TRY(mt_check_integer(ctx, function, name, "layer_number", d->layer_number, 0, INT64_MAX));
-    MT_TRY(mt_check_float(ctx, function, name, "softcap", d->softcap, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mti_cross_scores_check(ctx, function, name, &d->scores));
     MT_TRY(mti_init_std_check(ctx, function, name, d->init_std, d->output_init_std));
     return mti_heads_check(ctx, function, name, d->hidden, d->heads, d->kv_heads, shards);
 }
@@ -52,6 +69,7 @@ MT_API mt_status mt_cross_attention_create(mt_context *ctx, mt_params *params, c
     if (!d.kv_heads) d.kv_heads = d.heads;
     if (!d.kv_hidden) d.kv_hidden = d.hidden;
     MT_TRY(mti_cross_desc_check(ctx, function, name, &d, mt_params_shards(params)));
+    d.scores.mask = MT_MASK_BIDIRECTIONAL;
     mark = mt_params_mark(params);
     memset(out, 0, sizeof *out);
     out->desc = d;
@@ -75,8 +93,7 @@ static mt_attention_desc mti_cross_desc(const mt_cross_attention *a, const mt_ba
                                         const mt_batch *memory_batch, int training) {
     mt_attention_desc s = mti_cross_rank(a, a->groups, a->proj.weight->tp_rank, batch, memory_batch);
     mti_attention_dropout(&s, mt_batch_dropout(batch, training ? a->desc.dropout : 0.0f, a->desc.layer_number, 3));
-    s.mask = MT_MASK_BIDIRECTIONAL;
-    s.softcap = a->desc.softcap;
+    s.scores = a->desc.scores;
     return s;
 }
 

@@ -2,6 +2,7 @@
 
 #pragma once
 #include "batch.h"
+#include "../ops/attention.h"
 #include "../parallel/linear.h"
 
 /* Attention with queries from x, and keys and values from another sequence, `memory`: in the decoder of arXiv
@@ -25,7 +26,7 @@ typedef struct mt_cross_attention_desc {
     int64_t layer_number; /* selects the dropout masks. It may be that of a self-attention in the same layer */
     int no_bias;          /* 1: query, key, value and proj have no bias */
     /* advanced */
-    float softcap;                   /* soft cap of the scores, see mt_attention_desc; 0: none */
+    mt_scores_desc scores;           /* only softcap and scale; the others must be 0 (MT_ERR_ARGUMENT) */
     int skip_bias_add;               /* as in mt_mlp_desc, for proj.bias */
     int sequence_parallel;           /* 1: x and y are [queries / t, hidden], and memory is [keys / t, kv_hidden] */
     int recompute_core;              /* 1: backward runs core attention again, and saved does not keep out and lse */

@@ -29,13 +29,7 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
     a.hidden = d->hidden;
     a.heads = d->heads;
     a.kv_heads = d->kv_heads;
-    a.mask = d->mask;
-    a.rotary_base = d->rotary_base;
-    a.rotary_form = d->rotary_form;
-    a.rotary_dim = d->rotary_dim;
-    a.window = d->window;
-    a.softcap = d->softcap;
-    a.alibi = d->alibi;
+    a.scores = d->scores;
     a.max_seq = d->max_seq;
     a.dropout = d->attention_dropout;
     a.layer_number = d->layer_number;

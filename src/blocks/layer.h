@@ -33,26 +33,17 @@ typedef struct mt_transformer_layer_desc {
     mt_norm_kind norm;         /* 0: MT_LAYER_NORM */
     float norm_eps;            /* 0: 1e-5 */
     mt_activation activation;  /* 0: MT_GELU_TANH */
-    mt_mask mask;              /* 0: MT_MASK_CAUSAL */
-    float rotary_base;         /* base of rotary position embedding, usually 10000; 0: no rotary; see rotary_form */
+    mt_scores_desc scores;     /* mask, rotary, window, ALiBi of attention, see mt_self_attention_desc */
     int64_t max_seq;           /* tokens of the longest sequence; must be 0 without rotary (MT_ERR_ARGUMENT) */
     float attention_dropout, hidden_dropout; /* of attention probabilities; of the outputs of attention and MLP */
     int64_t layer_number;                    /* selects the dropout masks; give each layer a number of its own */
     int no_bias;                             /* 1: qkv, proj, fc1 and fc2 have no bias; a LayerNorm still has one */
     /* advanced */
     mt_qkv_layout qkv_layout; /* see mt_self_attention_desc; 0: MT_QKV_PER_GROUP */
-    /* As in mt_self_attention_desc: the features that rotary turns together (0: MT_ROTARY_HALVES), and the number of
-       features of a head that it turns (0: all) */
-    mt_rotary_form rotary_form;
-    int64_t rotary_dim;
-    /* As in mt_self_attention_desc: sliding window, soft cap of the scores and ALiBi (0: none) */
-    int64_t window;
-    float softcap;
-    int alibi;
-    int sequence_parallel;  /* 1: x and y are [tokens / t, hidden] */
-    mt_recompute recompute; /* 0: MT_RECOMPUTE_NONE */
-    float init_std;         /* standard deviation of the initial weights of qkv and fc1; MT_ZERO: 0; 0: 0.02 */
-    float output_init_std;  /* of proj and fc2; GPT-2 has 0.02 / sqrt(2 * layers); MT_ZERO: 0; 0: 0.02 */
+    int sequence_parallel;    /* 1: x and y are [tokens / t, hidden] */
+    mt_recompute recompute;   /* 0: MT_RECOMPUTE_NONE */
+    float init_std;           /* standard deviation of the initial weights of qkv and fc1; MT_ZERO: 0; 0: 0.02 */
+    float output_init_std;    /* of proj and fc2; GPT-2 has 0.02 / sqrt(2 * layers); MT_ZERO: 0; 0: 0.02 */
 } mt_transformer_layer_desc;
 
 typedef struct mt_transformer_layer {

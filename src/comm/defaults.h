@@ -7,7 +7,7 @@
    the following fields, MT_ZERO means the number zero:
        beta1, beta2, eps                mt_optimizer_desc. Without beta1, AdamW is RMSProp with weight decay
        init_std, output_init_std        of layers, blocks and models: the first weights are 0
-       scale                            mt_attention_desc: each query sees the mean of its values
+       scale                            mt_scores_desc: each query sees the mean of its values
        top_p                            mt_sample_desc: only the first token is kept
        ignore_index                     of the cross-entropy and of models: targets of 0 have no loss
    In the other fields zero is no useful value, and MT_ZERO is refused as out of range; in a norm, for instance, an eps

@@ -11,7 +11,7 @@ static mt_language_model_desc mti_bert_model(const mt_bert_desc *d) {
     m.layers = d->layers;
     m.max_seq = d->max_seq;
     m.layer = d->layer;
-    m.layer.mask = MT_MASK_BIDIRECTIONAL;
+    m.layer.scores.mask = MT_MASK_BIDIRECTIONAL;
     m.is_encoder = 1;
     m.token_types = d->token_types ? d->token_types : 2;
     m.embedding_norm = d->layer.placement == MT_POST_LN;

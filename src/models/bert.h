@@ -16,8 +16,8 @@
    embeddings has none. */
 typedef struct mt_bert_desc {
     int64_t vocab, layers, max_seq; /* max_seq: tokens of the longest sequence */
-    /* Describes every layer, as in mt_gpt_desc. layer.mask is not read: tokens see all valid tokens of their sequence.
-       The original BERT has MT_POST_LN, MT_GELU_ERF and norm_eps 1e-12. MT_SWIGLU is MT_ERR_ARGUMENT */
+    /* Describes every layer, as in mt_gpt_desc. layer.scores.mask is not read: tokens see all valid tokens of their
+       sequence. The original BERT has MT_POST_LN, MT_GELU_ERF and norm_eps 1e-12. MT_SWIGLU is MT_ERR_ARGUMENT */
     mt_transformer_layer_desc layer;
     int no_binary_head; /* 1: without pooler and sentence order, as Megatron-LM's --bert-no-binary-head */
     /* advanced */

@@ -24,7 +24,7 @@ static const struct {
     const char *gpt, *bert; /* the name in the metadata of a GPT and of a BERT; NULL: it does not have the field */
     mt_field_kind kind;
     size_t at;         /* the place in mti_described */
-    int64_t low, high; /* as in mt_field; a float must be at least 0 (low 0) or above 0 (low 1) */
+    int64_t low, high; /* as in mt_field; a float must be at least 0 (low 0) or above 0 (low 1); low -1: any */
     int optional;      /* 1: a file has the field only when it is not 0 */
     const char *words; /* as in mt_check_enum, for messages; NULL: numbers */
 } mti_fields[] = {
@@ -40,18 +40,20 @@ static const struct {
     {MTI_BOTH("norm_eps"), MT_FIELD_F32, MTI_AT(d.layer.norm_eps), 1, 0, 0, NULL},
     {MTI_BOTH("activation"), MT_FIELD_INT, MTI_AT(d.layer.activation), 0, MT_ACTIVATION_COUNT - 1, 0,
      MT_ACTIVATION_WORDS},
-    {"gpt.mask", NULL, MT_FIELD_INT, MTI_AT(d.layer.mask), 0, MT_MASK_BIDIRECTIONAL, 0, MT_MASK_WORDS},
-    {MTI_BOTH("rotary_base"), MT_FIELD_F32, MTI_AT(d.layer.rotary_base), 0, 0, 0, NULL},
+    {"gpt.mask", NULL, MT_FIELD_INT, MTI_AT(d.layer.scores.mask), 0, MT_MASK_BIDIRECTIONAL, 0, MT_MASK_WORDS},
+    {MTI_BOTH("rotary_base"), MT_FIELD_F32, MTI_AT(d.layer.scores.rotary_base), 0, 0, 0, NULL},
     {MTI_BOTH("no_bias"), MT_FIELD_INT, MTI_AT(d.layer.no_bias), 0, 1, 0, NULL},
     {"gpt.untied_head", NULL, MT_FIELD_INT, MTI_AT(d.untied_head), 0, 1, 0, NULL},
     {NULL, "bert.token_types", MT_FIELD_I64, MTI_AT(token_types), 1, INT32_MAX, 0, NULL},
     {NULL, "bert.no_binary_head", MT_FIELD_INT, MTI_AT(no_binary_head), 0, 1, 0, NULL},
     {MTI_BOTH("qkv_layout"), MT_FIELD_INT, MTI_AT(d.layer.qkv_layout), 0, MT_QKV_SEPARATE, 1, MT_QKV_LAYOUT_WORDS},
-    {MTI_BOTH("rotary_form"), MT_FIELD_INT, MTI_AT(d.layer.rotary_form), 0, MT_ROTARY_PAIRS, 1, MT_ROTARY_FORM_WORDS},
-    {MTI_BOTH("rotary_dim"), MT_FIELD_I64, MTI_AT(d.layer.rotary_dim), 0, INT32_MAX, 1, NULL},
-    {MTI_BOTH("window"), MT_FIELD_I64, MTI_AT(d.layer.window), 0, INT64_MAX, 1, NULL},
-    {MTI_BOTH("softcap"), MT_FIELD_F32, MTI_AT(d.layer.softcap), 0, 0, 1, NULL},
-    {MTI_BOTH("alibi"), MT_FIELD_INT, MTI_AT(d.layer.alibi), 0, 1, 1, NULL}};
+    {MTI_BOTH("rotary_form"), MT_FIELD_INT, MTI_AT(d.layer.scores.rotary_form), 0, MT_ROTARY_PAIRS, 1,
+     MT_ROTARY_FORM_WORDS},
+    {MTI_BOTH("rotary_dim"), MT_FIELD_I64, MTI_AT(d.layer.scores.rotary_dim), 0, INT32_MAX, 1, NULL},
+    {MTI_BOTH("window"), MT_FIELD_I64, MTI_AT(d.layer.scores.window), 0, INT64_MAX, 1, NULL},
+    {MTI_BOTH("softcap"), MT_FIELD_F32, MTI_AT(d.layer.scores.softcap), 0, 0, 1, NULL},
+    {MTI_BOTH("alibi"), MT_FIELD_INT, MTI_AT(d.layer.scores.alibi), 0, 1, 1, NULL},
+    {MTI_BOTH("scale"), MT_FIELD_F32, MTI_AT(d.layer.scores.scale), -1, 0, 1, NULL}};
 
 /* Makes *out field i of the model. Returns 0 when the model does not have the field. */
 static int mti_described_field(mti_described *m, int i, mt_field *out) {
@@ -70,7 +72,7 @@ static void mti_described_plain(mti_described *m) {
     if (!l->kv_heads) l->kv_heads = l->heads;
     if (!l->ffn) l->ffn = 4 * l->hidden;
     if (l->norm_eps == 0.0f) l->norm_eps = 1e-5f;
-    if (l->heads > 0 && l->rotary_dim == l->hidden / l->heads) l->rotary_dim = 0;
+    if (l->heads > 0 && l->scores.rotary_dim == l->hidden / l->heads) l->scores.rotary_dim = 0;
     l->no_bias = l->no_bias != 0;
     m->d.untied_head = m->d.untied_head != 0;
     if (m->is_bert && !m->token_types) m->token_types = 2;
@@ -103,7 +105,7 @@ static mti_described mti_describe_bert(const mt_bert_desc *desc) {
    differ, as no weight depends on it. */
 static int mti_described_differ(mti_described *theirs, mti_described *ours) {
     char their_text[MT_FIELD_TEXT_MAX], our_text[MT_FIELD_TEXT_MAX];
-    int any_seq = ours->d.layer.rotary_base > 0.0f || ours->d.layer.alibi, i;
+    int any_seq = ours->d.layer.scores.rotary_base > 0.0f || ours->d.layer.scores.alibi, i;
     mt_field x, y;
     for (i = 0; i < MTI_LENGTH(mti_fields); i++) {
         if (!mti_described_field(theirs, i, &x) || !mti_described_field(ours, i, &y)) continue;

@@ -10,10 +10,10 @@
    be NULL (MT_ERR_ARGUMENT), because a GPT has a format of its own. The files describe the GPT in their metadata. Load
    and import return MT_ERR_DATA for files that describe a different GPT, even when all shapes agree (for example
    another number of heads, another activation, another window or another qkv_layout). Metadata without a qkv_layout,
-   rotary_form, rotary_dim, window, softcap or alibi mean 0.
+   rotary_form, rotary_dim, window, softcap, alibi or scale mean 0.
 
-   Hugging Face: A GPT of one of the two kinds below, without window, softcap and alibi, is stored with the names and
-   layouts of Hugging Face's transformers and a config.json, so that from_pretrained opens the directory of the
+   Hugging Face: A GPT of one of the two kinds below, without window, softcap, alibi and scale, is stored with the names
+   and layouts of Hugging Face's transformers and a config.json, so that from_pretrained opens the directory of the
    checkpoint. Its head may be tied or not.
      GPT2LMHeadModel   MT_PRE_LN, MT_LAYER_NORM, any activation except MT_SWIGLU, biases, learned positions, kv_heads
                        equal to heads, a causal mask
@@ -34,8 +34,8 @@
 MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_gpt *gpt,
                                           const mt_checkpoint_desc *desc, mt_checkpoint **out);
 
-/* The same for a BERT. With MT_POST_LN, MT_LAYER_NORM, biases and learned positions, without window, softcap and
-   alibi (the original BERT), the files have the names and layouts of transformers and a config.json:
+/* The same for a BERT. With MT_POST_LN, MT_LAYER_NORM, biases and learned positions, without window, softcap,
+   alibi and scale (the original BERT), the files have the names and layouts of transformers and a config.json:
    BertForPreTraining opens them or, with no_binary_head, BertForMaskedLM. Any other BERT is stored with the names,
    shapes and layouts of the registry.
    mt_checkpoint_import reads files of BertForPreTraining, BertForMaskedLM and BertModel, also with the older names of

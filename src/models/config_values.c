@@ -211,7 +211,7 @@ static int mti_gpt2_write(const mt_gpt_desc *d, char *text, size_t bytes) {
 static int mti_llama_write(const mt_gpt_desc *d, char *text, size_t bytes) {
     char eps[MT_FIELD_TEXT_MAX], theta[MT_FIELD_TEXT_MAX], attention[MT_FIELD_TEXT_MAX];
     const char *biases = d->layer.no_bias ? "false" : "true";
-    mti_float_text(d->layer.rotary_base, theta);
+    mti_float_text(d->layer.scores.rotary_base, theta);
     return snprintf(text, bytes,
                     "{\n  \"architectures\": [\"LlamaForCausalLM\"],\n  \"model_type\": \"llama\",\n"
                     "  \"hidden_act\": \"silu\",\n  \"vocab_size\": %lld,\n  \"max_position_embeddings\": %lld,\n"
@@ -305,7 +305,7 @@ static int mti_config_keep(const char *given, int64_t max_seq, mt_dtype dtype, c
 static void mti_described_adopt(mti_described *theirs, const mti_described *ours) {
     if (!mti_described_table(ours)) return;
     theirs->d.layer.qkv_layout = ours->d.layer.qkv_layout;
-    theirs->d.layer.rotary_form = ours->d.layer.rotary_form;
+    theirs->d.layer.scores.rotary_form = ours->d.layer.scores.rotary_form;
 }
 
 /* Returns 1 when the text of a config.json describes the model. *theirs becomes what it describes. */

@@ -6,9 +6,9 @@
 
 /* The scores of a head that mask and window allow, in a sequence. */
 static double mti_visible_scores(const mt_transformer_layer_desc *l, int64_t seq) {
-    double n = (double)seq, w = l->window > 0 ? (double)mt_min(l->window, seq) : n;
+    double n = (double)seq, w = l->scores.window > 0 ? (double)mt_min(l->scores.window, seq) : n;
     double causal = w * (w + 1) / 2 + (n - w) * w; /* of each query the keys at its position and before */
-    return l->mask == MT_MASK_CAUSAL ? causal : 2 * causal - n;
+    return l->scores.mask == MT_MASK_CAUSAL ? causal : 2 * causal - n;
 }
 
 /* The forward of a layer: QKV, projection and MLP, and two products for each score. */
@@ -32,7 +32,7 @@ MT_API double mt_bert_flops(const mt_bert_desc *desc, int64_t sequences, int64_t
     double n = (double)sequences, h, heads;
     if (!desc || sequences < 1 || seq < 1 || desc->layer.heads < 1) return 0;
     l = desc->layer;
-    l.mask = MT_MASK_BIDIRECTIONAL;
+    l.scores.mask = MT_MASK_BIDIRECTIONAL;
     h = (double)l.hidden;
     heads = 2 * n * (double)seq * h * (h + (double)desc->vocab);
     if (!desc->no_binary_head) heads += 2 * n * h * (h + 2); /* the pooler and the two classes, of a sequence */

@@ -3,7 +3,6 @@
 #pragma once
 #include "gpt.h"
 #include "model.c"
-#include "../comm/context.c"
 
 static mt_language_model_desc mti_gpt_model(const mt_gpt_desc *d) {
     mt_language_model_desc m;
@@ -258,7 +257,7 @@ MT_API mt_status mt_gpt_cache_create(mt_context *ctx, const mt_gpt *gpt, int64_t
     MT_TRY(mt_check_param(ctx, function, gpt->model.layers[0].attention.proj.weight));
     MT_TRY(mt_check_integer(ctx, function, NULL, "sequences", sequences, 1, INT32_MAX));
     MT_TRY(mt_check_integer(ctx, function, NULL, "max_seq", max_seq, 0, mt_min(gpt->desc.max_seq, INT32_MAX)));
-    if (gpt->desc.layer.mask != MT_MASK_CAUSAL)
+    if (gpt->desc.layer.scores.mask != MT_MASK_CAUSAL)
         return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: the layers have a mask other than MT_MASK_CAUSAL", function);
     bytes = mt_gpt_cache_bytes(gpt, sequences, max_seq);
     if (bytes < 0 || (uint64_t)bytes > SIZE_MAX / 2)

@@ -226,7 +226,7 @@ static mt_status mti_llama_read(const mti_config *c, mt_gpt_desc *out) {
     MT_TRY(mti_config_numbers(c, numbers, MTI_LENGTH(numbers), fields, MTI_LENGTH(fields)));
     if (mti_activation_named(activation) != MT_SWIGLU)
         return mti_config_refuse_text(c, "hidden_act", activation, "silu");
-    MT_TRY(mti_llama_rope(c, &l->rotary_base));
+    MT_TRY(mti_llama_rope(c, &l->scores.rotary_base));
     MT_TRY(mti_config_eps(c, "rms_norm_eps", eps));
     if (mlp_bias != attention_bias)
         return mti_config_refuse(c, "mlp_bias", mlp_bias ? "true" : "false",

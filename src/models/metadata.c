@@ -47,7 +47,7 @@ static mt_status mti_described_read(mt_context *ctx, const mt_safetensors *file,
         MT_TRY(mt_safetensors_fields(ctx, file, &f, 1));
     }
     for (i = 0; i < MTI_LENGTH(mti_fields); i++) {
-        if (!mti_described_field(out, i, &f) || f.kind != MT_FIELD_F32) continue;
+        if (!mti_described_field(out, i, &f) || f.kind != MT_FIELD_F32 || f.low < 0) continue;
         memcpy(&x, f.value, sizeof x);
         if (!(x >= 0.0f) || (f.low && x == 0.0f))
             return mt_safetensors_refuse(ctx, file, f.name, f.low ? "above 0" : "at least 0");
@@ -138,7 +138,8 @@ static double mti_constant_element(const char *dtype, const unsigned char *bytes
 /* Returns 1 when x is the constant's element i in a tensor whose last size is n. Frequencies may have been rounded to
    16 bits. */
 static int mti_constant_is(const mti_described *m, mti_known_constant which, int64_t i, int64_t n, double x) {
-    double frequency = which == MTI_FREQUENCIES ? pow((double)m->d.layer.rotary_base, -(double)i / (double)n) : 0;
+    double frequency =
+        which == MTI_FREQUENCIES ? pow((double)m->d.layer.scores.rotary_base, -(double)i / (double)n) : 0;
     if (which == MTI_MASK) return x == (i % n <= i / n % n);
     if (which == MTI_MASK_VALUE) return x <= -9900; /* -10000 in bf16 is -9984 */
     if (which == MTI_FREQUENCIES) return fabs(x - frequency) <= 0.01 * frequency + 1e-7;

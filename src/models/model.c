@@ -78,7 +78,7 @@ static mt_status mti_model_embedding(mt_context *ctx, mt_params *params, mt_lang
     e.shared = d->tied_head;
     MT_TRY(mt_vocab_parallel_embedding_create(ctx, params, "embedding.word_embeddings", &e, &m->tokens));
     if (!mti_model_is_first(m)) return MT_SUCCESS;
-    if (d->layer.rotary_base <= 0.0f && !d->layer.alibi)
+    if (d->layer.scores.rotary_base <= 0.0f && !d->layer.scores.alibi)
         MT_TRY(mti_model_table(ctx, params, m, "embedding.position_embeddings.weight", d->max_seq, &m->positions));
     if (d->token_types)
         MT_TRY(
@@ -115,7 +115,7 @@ static mt_status mti_model_create(mt_context *ctx, mt_params *params, const mt_l
     m->grid = mt_params_grid(params);
     m->local_layers = desc->layers / m->grid->pp_size;
     m->first_layer = m->grid->pp_rank * m->local_layers;
-    l->max_seq = l->rotary_base > 0.0f ? desc->max_seq : 0;
+    l->max_seq = l->scores.rotary_base > 0.0f ? desc->max_seq : 0;
     if (l->output_init_std == 0.0f)
         l->output_init_std = mt_or_default(l->init_std, 0.02f) / sqrtf(2.0f * (float)desc->layers);
     if (l->init_std == (float)MT_ZERO && l->output_init_std == 0.0f) l->output_init_std = (float)MT_ZERO;

@@ -18,8 +18,8 @@ static void mti_part_qkv(const mt_transformer_layer_desc *l, const mt_param *p, 
         out->unit = out->rows = p->desc.rows == 1 ? p->desc.cols : p->desc.rows;
     }
     out->zip_unit = head;
-    if (which == 2 || l->rotary_base == 0.0f || pairs == (l->rotary_form == MT_ROTARY_PAIRS)) return;
-    out->zip = l->rotary_dim ? l->rotary_dim : head;
+    if (which == 2 || l->scores.rotary_base == 0.0f || pairs == (l->scores.rotary_form == MT_ROTARY_PAIRS)) return;
+    out->zip = l->scores.rotary_dim ? l->scores.rotary_dim : head;
     if (!pairs) out->zip = -out->zip;
 }
 
@@ -181,24 +181,25 @@ static const mt_tensor_table mti_bert_tables[] = {
 static int mti_is_gpt2(const mti_described *m) {
     const mt_transformer_layer_desc *l = &m->d.layer;
     return !m->is_bert && l->placement == MT_PRE_LN && l->norm == MT_LAYER_NORM && l->activation != MT_SWIGLU &&
-           l->mask == MT_MASK_CAUSAL && l->rotary_base == 0.0f && l->kv_heads == l->heads && !l->no_bias;
+           l->scores.mask == MT_MASK_CAUSAL && l->scores.rotary_base == 0.0f && l->kv_heads == l->heads && !l->no_bias;
 }
 
 static int mti_is_llama(const mti_described *m) {
     const mt_transformer_layer_desc *l = &m->d.layer;
     return !m->is_bert && l->placement == MT_PRE_LN && l->norm == MT_RMS_NORM && l->activation == MT_SWIGLU &&
-           l->mask == MT_MASK_CAUSAL && l->rotary_base > 0.0f && l->rotary_dim == 0;
+           l->scores.mask == MT_MASK_CAUSAL && l->scores.rotary_base > 0.0f && l->scores.rotary_dim == 0;
 }
 
 static int mti_is_bert(const mti_described *m) {
     const mt_transformer_layer_desc *l = &m->d.layer;
-    return m->is_bert && l->placement == MT_POST_LN && l->norm == MT_LAYER_NORM && l->rotary_base == 0.0f &&
+    return m->is_bert && l->placement == MT_POST_LN && l->norm == MT_LAYER_NORM && l->scores.rotary_base == 0.0f &&
            l->kv_heads == l->heads && !l->no_bias;
 }
 
 /* Returns the table of a model of Hugging Face, or NULL for any other model. */
 static const mt_tensor_table *mti_described_table(const mti_described *m) {
-    if (m->d.layer.window > 0 || m->d.layer.softcap > 0.0f || m->d.layer.alibi) return NULL;
+    const mt_scores_desc *s = &m->d.layer.scores;
+    if (s->window > 0 || s->softcap > 0.0f || s->alibi || s->scale != 0.0f) return NULL;
     if (mti_is_gpt2(m)) return &mti_gpt2_tables[!m->d.untied_head];
     if (mti_is_llama(m)) return &mti_llama_tables[!m->d.untied_head];
     return mti_is_bert(m) ? &mti_bert_tables[m->no_binary_head] : NULL;

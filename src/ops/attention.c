@@ -95,11 +95,12 @@ static double mti_cut_sum(double first, double count, double top) {
 /* The number of scores of a head and a sequence: for the query at position p, the keys from p - window + 1 to p or, in
    both directions, to p + window - 1. */
 static double mti_scores(const mt_attention_desc *s) {
-    double queries = (double)s->seq, keys = (double)s->kv_seq, first = keys - queries, window = (double)s->window;
+    double queries = (double)s->seq, keys = (double)s->kv_seq, first = keys - queries,
+           window = (double)s->scores.window;
     double all = queries * keys;
-    if (s->mask == MT_MASK_CAUSAL) all = mti_cut_sum(first + 1, queries, keys);
-    else if (s->window > 0) all = mti_cut_sum(first + window, queries, keys);
-    return s->window > 0 ? all - mti_cut_sum(first - window + 1, queries, keys) : all;
+    if (s->scores.mask == MT_MASK_CAUSAL) all = mti_cut_sum(first + 1, queries, keys);
+    else if (s->scores.window > 0) all = mti_cut_sum(first + window, queries, keys);
+    return s->scores.window > 0 ? all - mti_cut_sum(first - window + 1, queries, keys) : all;
 }
 
 /* Notes the floating-point operations of `products` products for each score. Documents and key padding are in memory
@@ -117,17 +118,18 @@ static mt_status mti_attention_agree(mt_context *ctx, const char *where, const m
                                      const mt_attention_desc *s) {
     const int64_t heads = mti_attention_heads(s), documents = s->cu_seqlens ? s->documents + 1 : 0;
     MT_TRY(mt_check_factor(ctx, where, "the square of desc.scale", q->name, *q->view, MT_SPLIT_COLS,
-                           (double)s->scale * (double)s->scale * (double)s->head_dim));
+                           (double)s->scores.scale * (double)s->scores.scale * (double)s->head_dim));
     if (mt_check_mode(ctx) != 2) return MT_SUCCESS;
     mt_check_sequences(ctx, t, s->cu_seqlens ? 0 : s->seq);
-    MT_TRY(mti_numbers_agree(ctx, where, "mask", t, 1, 1, (double)s->mask));
-    MT_TRY(mti_numbers_agree(ctx, where, "window", t, 1, 1, (double)s->window));
-    MT_TRY(mti_numbers_agree(ctx, where, "scale", mt_none(), 1, 1, (double)s->scale));
+    MT_TRY(mti_numbers_agree(ctx, where, "mask", t, 1, 1, (double)s->scores.mask));
+    MT_TRY(mti_numbers_agree(ctx, where, "window", t, 1, 1, (double)s->scores.window));
+    MT_TRY(mti_numbers_agree(ctx, where, "scale", mt_none(), 1, 1, (double)s->scores.scale));
     MT_TRY(mti_numbers_agree(ctx, where, "lengths", t, 0, 2, (double)(s->lengths != NULL),
                              (double)(s->cu_seqlens != NULL)));
     MT_TRY(mti_numbers_agree(ctx, where, "seq or kv_seq", t, 0, 2, (double)s->seq, (double)s->kv_seq));
-    MT_TRY(mti_numbers_agree(ctx, where, "a number of desc", mt_none(), 1, 5, (double)s->softcap, (double)s->head_dim,
-                             (double)s->qkv_layout, (double)s->rotary_form, (double)(s->alibi_slopes != NULL)));
+    MT_TRY(mti_numbers_agree(ctx, where, "a number of desc", mt_none(), 1, 5, (double)s->scores.softcap,
+                             (double)s->head_dim, (double)s->qkv_layout, (double)s->scores.rotary_form,
+                             (double)(s->alibi_slopes != NULL)));
     MT_TRY(mt_check_side(ctx, where, "lengths", mt_tensor_make(s->lengths, MT_I32, s->batch, 1), t, MT_SPLIT_ROWS, 1));
     MT_TRY(mt_check_side(ctx, where, "cu_seqlens", mt_tensor_make(s->cu_seqlens, MT_I32, documents, 1), t,
                          MT_SPLIT_ROWS, 1));
@@ -259,7 +261,7 @@ static const mt_rule mti_dot_product_rules[2][3][2] = {
      MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD " rkkrcr", MTI_HEADS_OF_ALL_BACKWARD " rkkcrrrPPrr")}};
 
 static const mt_rule *mti_dot_product_rule(const mt_attention_desc *s, int backward) {
-    int by_position = s->mask == MT_MASK_CAUSAL || s->window || s->alibi_slopes;
+    int by_position = s->scores.mask == MT_MASK_CAUSAL || s->scores.window || s->alibi_slopes;
     int own = s->dropout.p > 0.0f || s->cu_seqlens ? 0 : !by_position ? 1 : s->batch == 1 ? 2 : 0;
     return &mti_dot_product_rules[s->groups == 1][own][backward];
 }

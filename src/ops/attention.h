@@ -32,6 +32,33 @@ typedef enum mt_qkv_layout { MT_QKV_PER_GROUP = 0, MT_QKV_CONCATENATED = 1, MT_Q
 typedef enum mt_rotary_form { MT_ROTARY_HALVES = 0, MT_ROTARY_PAIRS = 1 } mt_rotary_form;
 #define MT_ROTARY_FORM_WORDS "MT_ROTARY_HALVES MT_ROTARY_PAIRS" /* see mt_check_enum */
 
+/* How the scores of attention are computed from queries and keys. It is a part of mt_attention_desc, and of the descs
+   of attention blocks and layers, which pass it on as it is. With all fields 0, attention is causal, without
+   positions. */
+typedef struct mt_scores_desc {
+    mt_mask mask; /* 0: MT_MASK_CAUSAL; in cross-attention MT_MASK_BIDIRECTIONAL, which is the only one there */
+    /* Base of rotary position embedding (arXiv 2104.09864), usually 10000. By default each head is turned as a whole
+       and in halves, as in GPT-NeoX and Hugging Face's Llama; 0: no rotary. Operators take the table of
+       mt_rotary_table instead, and mt_kv_cache_append refuses a base without a table (MT_ERR_ARGUMENT) */
+    float rotary_base;
+    /* advanced */
+    mt_rotary_form rotary_form; /* 0: MT_ROTARY_HALVES */
+    /* Only the first rotary_dim features of a head are turned: the head size times Megatron's --rotary-percent; 0: all
+       of them */
+    int64_t rotary_dim;
+    /* Sliding window: a query at position p sees a key at position j only if |p - j| < window. With MT_MASK_CAUSAL
+       these are the last `window` keys, as in Mistral (arXiv 2310.06825). 0: no window */
+    int64_t window;
+    /* Soft cap c of the scores: a score x becomes c * tanh(x / c), as in Gemma 2 (arXiv 2408.00118). It comes before
+       ALiBi and the bias. 0: none */
+    float softcap;
+    /* 1: ALiBi (arXiv 2108.12409) adds -m * |p - j| to the score of a query at position p and a key at position j,
+       where m is the slope of the head, see mt_alibi_slopes. Operators read the slopes from
+       mt_attention_desc.alibi_slopes */
+    int alibi;
+    float scale; /* factor of the products of queries and keys; MT_ZERO: 0; 0: 1 / sqrt(features of a head) */
+} mt_scores_desc;
+
 /* The sizes and options of scaled dot-product attention. Query heads form `groups` query groups. A group has
    heads_per_group query heads that share one key/value head. heads_per_group is 1 for MHA and more for GQA (arXiv
    2305.13245); groups is 1 for MQA.
@@ -40,8 +67,7 @@ typedef enum mt_rotary_form { MT_ROTARY_HALVES = 0, MT_ROTARY_PAIRS = 1 } mt_rot
    heads_per_group. out and lse hold the query heads in this order. */
 typedef struct mt_attention_desc {
     int64_t batch, seq, groups, heads_per_group, head_dim;
-    mt_mask mask;
-    float scale; /* factor of the scores; MT_ZERO: 0; 0: 1 / sqrt(head_dim) */
+    mt_scores_desc scores;
     /* Key padding: `batch` lengths on the context's device, 0 <= lengths[b] <= seq. In sequence b the keys at positions
        >= lengths[b] are masked. For length 0, out and dqkv are 0. A CPU checks the range (MT_ERR_DATA), a GPU does
        not. NULL: no padding */
@@ -51,23 +77,15 @@ typedef struct mt_attention_desc {
        sequence b, head a, query i and key j has the global element number
        (((first_row + b) * global_cols + first_col + a) * seq + i) * seq + j */
     mt_dropout dropout;
-    mt_qkv_layout qkv_layout;   /* of qkv and dqkv; 0: MT_QKV_PER_GROUP */
-    mt_rotary_form rotary_form; /* 0: MT_ROTARY_HALVES */
-    int64_t rotary_dim;         /* the first rotary_dim features of a head are turned; 0: head_dim */
+    mt_qkv_layout qkv_layout; /* of qkv and dqkv; 0: MT_QKV_PER_GROUP */
     /* advanced */
     /* Keys of a sequence; 0: seq. Other numbers are for mt_dot_product_attention_forward. lengths is then limited by
        kv_seq, and query i has the position i + kv_seq - seq among the keys: the last query and the last key have the
-       same position. mask, window and alibi_slopes use this position, and element numbers of dropout count kv_seq keys
+       same position. The mask, the window and ALiBi use this position, and element numbers of dropout count kv_seq keys
        for each query. */
     int64_t kv_seq;
-    /* Sliding window: a query at position p sees a key at position j only if |p - j| < window. With MT_MASK_CAUSAL
-       these are the last `window` keys, as in Mistral (arXiv 2310.06825). 0: no window */
-    int64_t window;
-    /* Soft cap c of the scores: a score x becomes c * tanh(x / c), as in Gemma 2 (arXiv 2408.00118). It comes before
-       alibi_slopes and bias. 0: none */
-    float softcap;
-    /* ALiBi (arXiv 2108.12409): adds -alibi_slopes[a] * |p - j| to the score of head a for a query at position p and a
-       key at position j. One slope for each query head of this call, on the context's device, at least 0. NULL: none */
+    /* With scores.alibi the slopes of the query heads of this call, at least 0, on the context's device; without it
+       NULL (MT_ERR_ARGUMENT) */
     const float *alibi_slopes;
     /* Packed sequences: the batch * seq tokens are `documents` documents, one after the other, and a query sees only
        keys of its own document. Document d has the tokens [cu_seqlens[d], cu_seqlens[d + 1]), so the array has
@@ -137,8 +155,8 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
    MT_ERR_ARGUMENT: heads is not in [1, 2^31), or the n heads are not in [0, heads). */
 MT_API mt_status mt_alibi_slopes(mt_context *ctx, int64_t heads, int64_t first_head, mt_tensor slopes);
 
-/* Rotary position embedding (arXiv 2104.09864) of the first R features of each head. R is desc->rotary_dim, or head_dim
-   if this is 0. R must be even. desc->rotary_form selects the features that are rotated together: with
+/* Rotary position embedding (arXiv 2104.09864) of the first R features of each head. R is desc->scores.rotary_dim, or
+   head_dim if this is 0. R must be even. desc->scores.rotary_form selects the features that are rotated together: with
    MT_ROTARY_HALVES, feature i and feature i + R / 2 by the angle number i. The features from R on stay as they are.
    table:    table [seq, R]: row p holds the R / 2 cosines, then the R / 2 sines, of the angles p * base^(-2 i / R),
              i = 0 ... R / 2 - 1. It is the same for both forms.
@@ -147,9 +165,10 @@ MT_API mt_status mt_alibi_slopes(mt_context *ctx, int64_t heads, int64_t first_h
    The position of a token is its index in its sequence. With desc->cu_seqlens, it is the number of tokens before it in
    its document and its sequence: a document is rotated as if it were a sequence of its own, and one that goes on in the
    next sequence begins again at 0 there.
-   forward and backward read the five sizes of desc, qkv_layout, rotary_form, rotary_dim, cu_seqlens and documents. They
-   do not read mask, scale, lengths or dropout. Errors: MT_ERR_SHAPE (R is odd or is not in [0, head_dim], or cu_seqlens
-   is set and kv_seq is neither 0 nor seq), MT_ERR_ARGUMENT, MT_ERR_DATA (cu_seqlens, on a CPU). */
+   forward and backward read the five sizes of desc, qkv_layout, rotary_form and rotary_dim of scores, cu_seqlens and
+   documents. They do not read lengths, dropout or other fields of scores. Errors: MT_ERR_SHAPE (R is odd or is not in
+   [0, head_dim], or cu_seqlens is set and kv_seq is neither 0 nor seq), MT_ERR_ARGUMENT, MT_ERR_DATA (cu_seqlens, on a
+   CPU). */
 MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table);
 MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv);
 MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor dqkv);

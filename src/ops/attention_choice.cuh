@@ -27,14 +27,14 @@ static int mti_flash_fits_gradients(const mti_attention *a) {
 
 /* Whether a call needs the kernels with SPANS. A window of at least seq hides nothing. */
 static int mti_flash_needs_spans(const mt_attention_desc *s) {
-    return (s->window > 0 && s->window < s->seq) || s->softcap > 0.0f || s->cu_seqlens;
+    return (s->scores.window > 0 && s->scores.window < s->seq) || s->scores.softcap > 0.0f || s->cu_seqlens;
 }
 
 /* Whether the kernels know everything that changes a score. With a soft cap they multiply by scale / softcap, and by
    softcap / ln 2, which must be finite. */
 static int mti_flash_fits_scores(const mt_attention_desc *s) {
     return s->kv_seq == s->seq && !s->alibi_slopes && !s->bias.data &&
-           (s->softcap == 0.0f || (s->softcap < 1e30f && s->scale / s->softcap < 1e30f));
+           (s->scores.softcap == 0.0f || (s->scores.softcap < 1e30f && s->scores.scale / s->scores.softcap < 1e30f));
 }
 
 /* Sets *arch to the architecture that nvcc compiled this GPU's kernels for: 80 for compute_80. It can be older than the
@@ -60,7 +60,7 @@ static mt_status mti_built_for(mt_context *ctx, int *arch) {
 template <int HeadDim, bool SPANS> static int mti_flash_fits(const mti_attention *a, int capability, int built_for) {
     const mt_attention_desc *s = &a->desc;
     (void)capability; /* at least built_for */
-    return s->head_dim == HeadDim && built_for >= 80 && s->scale > 0.0f && s->seq <= INT_MAX / 2 &&
+    return s->head_dim == HeadDim && built_for >= 80 && s->scores.scale > 0.0f && s->seq <= INT_MAX / 2 &&
            mti_flash_needs_spans(s) == SPANS && mti_flash_fits_scores(s) && a->q.dtype != MT_F32 &&
            mti_flash_fits_inputs(a) && mti_flash_fits_view(a, a->out) && mti_flash_fits_view(a, a->dout) &&
            mti_flash_fits_gradients(a);

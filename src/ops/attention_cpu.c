@@ -202,7 +202,7 @@ static void mti_attention_change_row(const mti_attention *a, const mti_head *h, 
     const mt_attention_desc *s = &a->desc;
     int64_t row = mti_bias_row(s, h->batch, h->head, i), j;
     float room[MTI_KEYS];
-    if (s->softcap > 0.0f) mti_attention_cap_row(s->softcap, x, slopes, n);
+    if (s->scores.softcap > 0.0f) mti_attention_cap_row(s->scores.softcap, x, slopes, n);
     if (s->alibi_slopes) mti_attention_alibi_row(s->alibi_slopes[h->head], i + s->kv_seq - s->seq, first, x, n);
     if (!s->bias.data) return;
     if (s->bias.dtype == MT_U8) {
@@ -381,7 +381,7 @@ static void mti_attention_forward_queries(const mti_attention *a, const mti_head
     for (b.key = 0; b.key < s->kv_seq; b.key += MTI_KEYS) {
         b.keys = mt_min(MTI_KEYS, s->kv_seq - b.key);
         if (!mti_scores_see(a, h, &b)) continue;
-        mti_scores_of(a, &b, s->scale, q, a->k_features, a->scores);
+        mti_scores_of(a, &b, s->scores.scale, q, a->k_features, a->scores);
         mti_scores_softmax(a, h, &b, &m, out);
         mti_scores_to_queries(a, &b, 1.0f, a->scores, mti_scores_width(s), a->v_keys, out);
     }
@@ -451,7 +451,7 @@ static void mti_scores_backward_row(const mti_attention *a, const mti_head *h, i
         dbias = mti_at(s->dbias, mti_bias_row(s, h->batch, h->head, i), first);
         mti_row_add(dbias, dx, dbias, n);
     }
-    for (j = 0; s->softcap > 0.0f && j < n; j++) dx[j] *= slopes[j];
+    for (j = 0; s->scores.softcap > 0.0f && j < n; j++) dx[j] *= slopes[j];
 }
 
 /* Rounds the rows of probabilities and gradients that end with row r, the second one of a pair or the last one. */
@@ -501,7 +501,7 @@ static void mti_scores_backward(const mti_attention *a, const mti_head *h, const
                                 const mti_query_rows *x, mt_tensor dk, mt_tensor dv) {
     const float *ds = a->pairs ? a->grad_pairs : a->grads;
     int64_t width = mti_scores_width(&a->desc);
-    float scale = a->desc.scale;
+    float scale = a->desc.scores.scale;
     mti_scores_of(a, b, scale, x->q, a->k_features, a->scores);
     mti_scores_of(a, b, 1.0f, x->dout, a->v_features, a->grads);
     mti_scores_backward_rows(a, h, b, x->deltas);

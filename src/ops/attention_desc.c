@@ -59,10 +59,10 @@ static int64_t mti_attention_width(const mt_attention_desc *s) {
 static mt_attention_desc mti_attention_defaults(const mt_attention_desc *desc) {
     mt_attention_desc s = *desc;
     if (s.kv_seq == 0) s.kv_seq = s.seq;
-    s.window = mt_min(s.window, s.seq + s.kv_seq); /* hides nothing; a larger one could overflow below */
+    s.scores.window = mt_min(s.scores.window, s.seq + s.kv_seq); /* hides nothing; a larger one could overflow below */
     if (s.bias_batch == 0) s.bias_batch = 1;
     if (s.bias_heads == 0) s.bias_heads = 1;
-    s.scale = mt_or_default(s.scale, (float)(1.0 / sqrt((double)s.head_dim)));
+    s.scores.scale = mt_or_default(s.scores.scale, (float)(1.0 / sqrt((double)s.head_dim)));
     return s;
 }
 
@@ -123,16 +123,34 @@ static mt_status mti_expect_bias(mt_context *ctx, const char *where, const mt_at
     return MT_SUCCESS;
 }
 
-/* Checks the fields that change scores. */
-static mt_status mti_expect_scores(mt_context *ctx, const char *where, const mt_attention_desc *s) {
+/* Checks the range of each field. rotary_dim, whose limit is the size of a head, is left to the caller. name: of the
+   layer that has the desc; NULL: none has */
+static mt_status mti_scores_desc_check(mt_context *ctx, const char *where, const char *name, const mt_scores_desc *s) {
+    MT_TRY(mt_check_enum(ctx, where, name, "scores.mask", (int)s->mask, MT_MASK_WORDS));
+    MT_TRY(mt_check_float(ctx, where, name, "scores.rotary_base", s->rotary_base, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mt_check_enum(ctx, where, name, "scores.rotary_form", (int)s->rotary_form, MT_ROTARY_FORM_WORDS));
+    MT_TRY(mt_check_integer(ctx, where, name, "scores.window", s->window, 0, INT64_MAX));
+    MT_TRY(mt_check_float(ctx, where, name, "scores.softcap", s->softcap, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mt_check_integer(ctx, where, name, "scores.alibi", s->alibi, 0, 1));
+    return mt_check_float(ctx, where, name, "scores.scale", s->scale, MT_FLOAT_FINITE);
+}
+
+static mt_status mti_expect_slopes(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     int64_t heads = mti_attention_heads(s), h;
-    MT_TRY(mti_expect_finite(ctx, where, "scale", s->scale));
-    MT_TRY(mt_check_integer(ctx, where, NULL, "window", s->window, 0, INT64_MAX));
-    MT_TRY(mt_check_float(ctx, where, NULL, "softcap", s->softcap, MT_FLOAT_AT_LEAST_0));
+    if (s->scores.alibi != (s->alibi_slopes != NULL))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: scores.alibi is %d, but alibi_slopes is %s", where, s->scores.alibi,
+                       s->alibi_slopes ? "set" : "NULL");
     for (h = 0; s->alibi_slopes && mt_context_device(ctx) == MT_DEVICE_CPU && h < heads; h++)
         if (!(s->alibi_slopes[h] >= 0.0f && s->alibi_slopes[h] <= FLT_MAX))
             return mt_fail(ctx, MT_ERR_DATA, "%s: alibi_slopes[%lld] is %g, must be at least 0", where, (long long)h,
                            (double)s->alibi_slopes[h]);
+    return MT_SUCCESS;
+}
+
+/* Checks the fields that change scores. */
+static mt_status mti_expect_scores(mt_context *ctx, const char *where, const mt_attention_desc *s) {
+    MT_TRY(mti_scores_desc_check(ctx, where, NULL, &s->scores));
+    MT_TRY(mti_expect_slopes(ctx, where, s));
     MT_TRY(mti_expect_bias(ctx, where, s));
     return mti_expect_documents(ctx, where, s);
 }
@@ -140,7 +158,6 @@ static mt_status mti_expect_scores(mt_context *ctx, const char *where, const mt_
 /* s has no defaults left. */
 static mt_status mti_expect_attention(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     int64_t heads = mti_attention_heads(s);
-    MT_TRY(mt_check_enum(ctx, where, NULL, "mask", (int)s->mask, MT_MASK_WORDS));
     MT_TRY(mti_expect_scores(ctx, where, s));
     MT_TRY(mti_expect_dropout(ctx, where, s->dropout, s->batch, heads));
     if (s->dropout.p > 0.0f &&
@@ -192,8 +209,9 @@ MT_INLINE MT_HOST_DEVICE mti_span mti_keys_of(const mt_attention_desc *s, int64_
     int64_t position = i + s->kv_seq - s->seq;
     mti_span all = {0, length};
     all = mti_document_of(s, b, i, all);
-    if (s->mask == MT_MASK_CAUSAL) all = mti_span_of_both(all, 0, position + 1);
-    return s->window > 0 ? mti_span_of_both(all, position - s->window + 1, position + s->window) : all;
+    if (s->scores.mask == MT_MASK_CAUSAL) all = mti_span_of_both(all, 0, position + 1);
+    return s->scores.window > 0 ? mti_span_of_both(all, position - s->scores.window + 1, position + s->scores.window)
+                                : all;
 }
 
 /* The queries that see key j of sequence b. */
@@ -201,8 +219,8 @@ MT_INLINE MT_HOST_DEVICE mti_span mti_queries_of(const mt_attention_desc *s, int
     int64_t i = j - (s->kv_seq - s->seq); /* the query at the key's position */
     mti_span all = {0, j < length ? s->seq : 0};
     all = mti_document_of(s, b, j, all);
-    if (s->mask == MT_MASK_CAUSAL) all = mti_span_of_both(all, i, s->seq);
-    return s->window > 0 ? mti_span_of_both(all, i - s->window + 1, i + s->window) : all;
+    if (s->scores.mask == MT_MASK_CAUSAL) all = mti_span_of_both(all, i, s->seq);
+    return s->scores.window > 0 ? mti_span_of_both(all, i - s->scores.window + 1, i + s->scores.window) : all;
 }
 
 /* The row of desc.bias and desc.dbias for query i of a head of sequence b. */

@@ -58,7 +58,7 @@ struct mti_flash {
     /* The forward kernel with CACHED only, where p.k and p.v are those of mt_kv_cache. */
     mti_cached cached;
 
-    __device__ int causal() const { return p.s.mask == MT_MASK_CAUSAL; }
+    __device__ int causal() const { return p.s.scores.mask == MT_MASK_CAUSAL; }
     /* Whether a query sees a key. A tile is hidden if its last query does not see its first key. Nothing in a tile is
        masked if its first query sees its last key. */
     __device__ bool sees(int query, int key, int length) const { return key < length && (!causal() || key <= query); }
@@ -769,9 +769,9 @@ static mt_status mti_flash_launch(const mti_attention *a, const char *name, void
 }
 
 static mti_flash mti_flash_of(const mti_attention *a) {
-    float softcap = a->desc.softcap, factor = softcap > 0.0f ? softcap : a->desc.scale;
+    float softcap = a->desc.scores.softcap, factor = softcap > 0.0f ? softcap : a->desc.scores.scale;
     mti_flash f = {mti_plain_of(a), factor * MTI_LOG2E, NULL, NULL, mt_round_up(a->desc.seq, MTI_FLASH_ROWS), 0.0f, {}};
-    if (softcap > 0.0f) f.cap = a->desc.scale / softcap;
+    if (softcap > 0.0f) f.cap = a->desc.scores.scale / softcap;
     return f;
 }
 

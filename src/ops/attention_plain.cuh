@@ -294,11 +294,11 @@ static __device__ __forceinline__ void mti_plain_scores(const mti_plain &p, floa
     int64_t query = KEYS ? col : row, key = KEYS ? row : col;
     MT_DEVICE_UNROLL
     for (int e = 0; e < M * N; e++) s[e / N][e % N] *= p.scale;
-    if (p.s.softcap > 0.0f) {
+    if (p.s.scores.softcap > 0.0f) {
         MT_DEVICE_UNROLL
         for (int e = 0; e < M * N; e++) {
-            float t = tanhf(s[e / N][e % N] / p.s.softcap);
-            s[e / N][e % N] = p.s.softcap * t;
+            float t = tanhf(s[e / N][e % N] / p.s.scores.softcap);
+            s[e / N][e % N] = p.s.scores.softcap * t;
             if (CHAIN) g[e / N][e % N] *= 1.0f - t * t;
         }
     }
@@ -620,7 +620,7 @@ static mti_plain mti_plain_of(const mti_attention *a) {
     p.kv_step = a->kv_step;
     p.value = mti_elements_between(a->k, a->v);
     p.dvalue = mti_elements_between(a->dk, a->dv);
-    p.scale = a->desc.scale;
+    p.scale = a->desc.scores.scale;
     p.drop = mti_drop_of(a->desc.dropout);
     p.wide = mti_plain_is_wide(a);
     return p;

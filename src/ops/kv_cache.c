@@ -29,8 +29,8 @@ MT_INLINE MT_HOST_DEVICE int64_t mti_kv_row(const mti_kv *k, int64_t b, int64_t 
 /* Refuses the options of attention that have no meaning for a cache. */
 static mt_status mti_kv_expect_options(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     const char *field = NULL;
-    MT_TRY(mt_check_enum(ctx, where, NULL, "mask", (int)s->mask, MT_MASK_WORDS));
-    if (s->mask != MT_MASK_CAUSAL) field = "a mask other than MT_MASK_CAUSAL";
+    MT_TRY(mti_scores_desc_check(ctx, where, NULL, &s->scores));
+    if (s->scores.mask != MT_MASK_CAUSAL) field = "a mask other than MT_MASK_CAUSAL";
     if (s->dropout.p != 0.0f) field = "dropout";
     if (s->kv_seq != 0) field = "kv_seq";
     if (s->cu_seqlens || s->documents != 0) field = "cu_seqlens";
@@ -89,7 +89,8 @@ static mt_status mti_kv_fill(mt_context *ctx, const char *where, const mt_attent
     memset(k, 0, sizeof *k);
     k->ctx = ctx;
     k->desc = mti_attention_defaults(desc);
-    k->desc.window = mt_min(desc->window, cache->max_seq); /* a larger one hides nothing, and could overflow */
+    k->desc.scores.window =
+        mt_min(desc->scores.window, cache->max_seq); /* a larger one hides nothing, and could overflow */
     k->cache = *cache;
     k->cols = mti_qkv_cols_of(desc);
     return mti_expect_scores(ctx, where, &k->desc);
@@ -114,7 +115,7 @@ MT_API mt_status mt_kv_cache_check(mt_context *ctx, const char *where, const mt_
 static void mti_kv_turn(const mti_kv *k, const float *angles, float *x) {
     int64_t half = k->table.cols / 2;
     if (!k->table.data) return;
-    if (k->desc.rotary_form == MT_ROTARY_PAIRS) mti_rotary_head(x, angles, 1.0f, half, 2, 1);
+    if (k->desc.scores.rotary_form == MT_ROTARY_PAIRS) mti_rotary_head(x, angles, 1.0f, half, 2, 1);
     else mti_rotary_head(x, angles, 1.0f, half, 1, half);
 }
 
@@ -431,7 +432,7 @@ static void mti_kv_few_block(const mti_kv *k, const mti_attention *a, mti_kv_few
         mti_span seen = mti_kv_seen(a, i, key, n);
         float *p = f->scores + r * MTI_KV_KEYS, *out = f->out + r * f->width;
         if (seen.end > seen.first) {
-            mti_kv_scores(f->q + r * f->width, keys, f->width, n, s->scale, values, p);
+            mti_kv_scores(f->q + r * f->width, keys, f->width, n, s->scores.scale, values, p);
             values.rows = 0;
         }
         if (seen.end > seen.first && mti_softmax_add(a, &h, &f->softmax, r, i, key, p, seen, out))
@@ -561,6 +562,9 @@ MT_API mt_status mt_kv_cache_append(mt_context *ctx, const mt_attention_desc *de
     mti_operator op;
     MT_TRY(mti_kv_check(ctx, where, desc, qkv, cache, &k));
     if (table.data) MT_TRY(mti_expect_rotary(ctx, where, desc));
+    else if (desc->scores.rotary_base > 0.0f)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: scores.rotary_base is %g, but table is mt_none()", where,
+                       (double)desc->scores.rotary_base);
     const int64_t rows = desc->batch * desc->groups * cache->max_seq, tokens = desc->batch * desc->seq;
     const int64_t sizes[] = {tokens,         mti_attention_width(desc), rows, desc->head_dim,
                              cache->max_seq, mti_rotary_dim(desc)};

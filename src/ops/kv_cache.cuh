@@ -27,7 +27,7 @@ struct mti_kv_gpu {
 };
 
 static mti_cached mti_cached_of(const mti_kv *kv) {
-    mti_cached c = {kv->cache.lengths, kv->desc.lengths, kv->desc.seq, kv->cache.max_seq, kv->desc.window};
+    mti_cached c = {kv->cache.lengths, kv->desc.lengths, kv->desc.seq, kv->cache.max_seq, kv->desc.scores.window};
     return c;
 }
 
@@ -106,7 +106,7 @@ static mt_status mti_cuda_kv_cache_append(const mti_kv *kv) {
     if (k.half % MTI_VECTOR != 0 || s->head_dim % MTI_VECTOR != 0 || !mti_is_wide(kv->table)) how.type = MTI_ANY_TYPE;
     MT_TRY(mt_cuda_enter(kv->ctx));
     return mti_by_type(how.type, [&](auto type) {
-        return mti_by_kind<2>(s->rotary_form == MT_ROTARY_PAIRS, [&](auto pairs) {
+        return mti_by_kind<2>(s->scores.rotary_form == MT_ROTARY_PAIRS, [&](auto pairs) {
             unsigned grid = mti_grid(kv->qkv.rows * s->groups * (s->heads_per_group + 2) * k.vectors, 256);
             MT_LAUNCH_KERNEL((mti_kv_append_kernel<type.value, pairs.value != 0>), grid, 256, 0,
                              mt_context_stream(kv->ctx), k);
@@ -186,7 +186,7 @@ static __device__ __forceinline__ void mti_split_begin(const mti_kv_gpu &k, cons
         mti_load<TYPE != MTI_ANY_TYPE, TYPE>(k.qkv, is ? m.b * k.s.seq + i : 0, is ? k.query_col(head) + col : 0,
                                              is ? n : 0, x.q[r]);
         MT_DEVICE_UNROLL
-        for (int e = 0; e < MTI_VECTOR; e++) x.q[r][e] *= k.s.scale, x.acc[r][e] = 0.0f;
+        for (int e = 0; e < MTI_VECTOR; e++) x.q[r][e] *= k.s.scores.scale, x.acc[r][e] = 0.0f;
         x.top[r] = -INFINITY, x.sum[r] = 0.0f;
     }
 }
@@ -225,7 +225,7 @@ static __device__ __forceinline__ void mti_split_scores(const mti_kv_gpu &k, con
         float score = s[r][u];
         MT_DEVICE_UNROLL
         for (int o = LANES / 2; o > 0; o >>= 1) score += __shfl_xor_sync(0xffffffffu, score, o);
-        if (k.s.softcap > 0.0f) score = k.s.softcap * tanhf(score / k.s.softcap);
+        if (k.s.scores.softcap > 0.0f) score = k.s.scores.softcap * tanhf(score / k.s.scores.softcap);
         score -= x.slope[r] * (float)(x.end[r] - 1 - j);
         s[r][u] = j < x.end[r] && j >= k.tokens.first(x.end[r]) ? score : -INFINITY;
     }
@@ -456,7 +456,7 @@ template <int TYPE> static mt_status mti_split_attention(const mti_kv *kv, const
 static int mti_kv_flash_fits(const mti_kv *kv, int type, int built_for) {
     const mt_attention_desc *s = &kv->desc;
     return (s->head_dim == 64 || s->head_dim == 96 || s->head_dim == 128) && (type == MT_BF16 || type == MT_F16) &&
-           built_for >= 80 && s->seq > MTI_KV_FEW && s->scale > 0.0f && mti_flash_fits_scores(s);
+           built_for >= 80 && s->seq > MTI_KV_FEW && s->scores.scale > 0.0f && mti_flash_fits_scores(s);
 }
 
 template <int HeadDim> static mt_status mti_kv_flash(const mti_attention *a, const mti_flash &f) {

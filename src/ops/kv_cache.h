@@ -21,12 +21,13 @@ typedef struct mt_kv_cache {
               model without rotary position embedding.
    attention: out [batch * seq, heads * head_dim] = the attention of the queries in qkv to the keys and values in the
               cache. Call append first, which adds the keys and values of qkv. Query i of sequence b sees the keys
-              0 ... lengths[b] + i, or with a window the last desc->window of them.
+              0 ... lengths[b] + i, or with a window the last desc->scores.window of them.
    desc->seq is the number of new tokens of each sequence: 1 for a step that adds one token, the length of the longest
    prompt for prompts. desc->lengths has the number of new tokens of each sequence, 0 to seq (NULL: all have seq). The
    rows of qkv after these are not read. Their rows of out become 0. A sequence with 0 new tokens keeps its cache.
-   Both read the five sizes of desc, qkv_layout, lengths, rotary_form and rotary_dim; attention also reads scale,
-   window, softcap and alibi_slopes. mask must be MT_MASK_CAUSAL. kv_seq, dropout, cu_seqlens and bias must not be set.
+   Both read the five sizes of desc, qkv_layout and lengths. append also reads the rotary fields of scores, and
+   attention the others and alibi_slopes. scores.mask must be MT_MASK_CAUSAL. kv_seq, dropout, cu_seqlens and bias must
+   not be set.
    Attention reads the keys and values in their own type. On a CPU, calls with at most MT_KV_DECODE_QUERIES queries for
    each key/value head (seq * heads_per_group) read each key and value once, without a copy. Longer calls, and all calls
    in invariant mode, compute blocks of scores as mt_attention_forward does. A row of out then has the same bits as in

@@ -4,7 +4,9 @@
 #include "rotary.cuh"
 
 /* The number of features of a head that are rotated. */
-static int64_t mti_rotary_dim(const mt_attention_desc *s) { return s->rotary_dim ? s->rotary_dim : s->head_dim; }
+static int64_t mti_rotary_dim(const mt_attention_desc *s) {
+    return s->scores.rotary_dim ? s->scores.rotary_dim : s->head_dim;
+}
 
 static mt_status mti_expect_even(mt_context *ctx, const char *where, const char *name, int64_t features) {
     if (features % 2 == 0) return MT_SUCCESS;
@@ -12,9 +14,9 @@ static mt_status mti_expect_even(mt_context *ctx, const char *where, const char 
 }
 
 static mt_status mti_expect_rotary(mt_context *ctx, const char *where, const mt_attention_desc *s) {
-    MT_TRY(mt_check_enum(ctx, where, NULL, "rotary_form", (int)s->rotary_form, MT_ROTARY_FORM_WORDS));
-    MT_TRY(mt_check_size(ctx, where, NULL, "rotary_dim", s->rotary_dim, 0, s->head_dim));
-    return mti_expect_even(ctx, where, s->rotary_dim ? "rotary_dim" : "head_dim", mti_rotary_dim(s));
+    MT_TRY(mt_check_enum(ctx, where, NULL, "scores.rotary_form", (int)s->scores.rotary_form, MT_ROTARY_FORM_WORDS));
+    MT_TRY(mt_check_size(ctx, where, NULL, "scores.rotary_dim", s->scores.rotary_dim, 0, s->head_dim));
+    return mti_expect_even(ctx, where, s->scores.rotary_dim ? "scores.rotary_dim" : "head_dim", mti_rotary_dim(s));
 }
 
 typedef struct mti_rotary_angles {
@@ -69,7 +71,7 @@ static void mti_cpu_rotary(void *data, int thread, int64_t first, int64_t last) 
             for (j = 0; j < turned; j += desc->head_dim) {
                 float *x = mti_row(heads, 0) + j;
                 /* constant steps let a compiler make a fast loop of each form */
-                if (desc->rotary_form == MT_ROTARY_PAIRS) mti_rotary_head(x, angles, r->sign, half, 2, 1);
+                if (desc->scores.rotary_form == MT_ROTARY_PAIRS) mti_rotary_head(x, angles, r->sign, half, 2, 1);
                 else mti_rotary_head(x, angles, r->sign, half, 1, half);
             }
             mti_f32_write(heads, r->qkv, i, col);

@@ -118,7 +118,7 @@ static mt_status mti_cuda_rotary(mt_context *ctx, const mt_attention_desc *s, mt
     if (!how.wide || table.dtype != MT_F32) how.type = MTI_ANY_TYPE;
     if (qkv.rows * items == 0) return MT_SUCCESS;
     return mti_by_type(how.type, [&](auto type) {
-        return mti_by_kind<2>(s->rotary_form == MT_ROTARY_PAIRS, [&](auto pairs) {
+        return mti_by_kind<2>(s->scores.rotary_form == MT_ROTARY_PAIRS, [&](auto pairs) {
             mti_rotary_op<type.value, pairs.value != 0> op = {mti_view_of(qkv),
                                                               mti_view_of(table),
                                                               s->head_dim,

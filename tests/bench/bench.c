@@ -1933,7 +1933,7 @@ static mt_status encoder_build(encoder *e, const encoder_size *size) {
                                           .heads = size->heads,
                                           .placement = MT_POST_LN,
                                           .activation = MT_GELU_ERF,
-                                          .mask = MT_MASK_BIDIRECTIONAL},
+                                          .scores.mask = MT_MASK_BIDIRECTIONAL},
                                 .is_encoder = 1,
                                 .token_types = 2,
                                 .embedding_norm = 1};

@@ -715,7 +715,7 @@ static void attention_rows(mt_dtype dtype, int64_t seq, int64_t head_dim, int64_
     mt_attention_desc s;
     memset(&s, 0, sizeof s);
     s.batch = sequences, s.seq = seq, s.groups = heads / per_group, s.heads_per_group = per_group;
-    s.head_dim = head_dim, s.mask = mask;
+    s.head_dim = head_dim, s.scores.mask = mask;
     int64_t tokens = sequences * seq, width = heads * head_dim, wide = (heads + 2 * s.groups) * head_dim;
     mt_tensor qkv = noise(dtype, tokens, wide), dqkv = empty(dtype, tokens, wide), out = empty(dtype, tokens, width);
     mt_tensor dout = noise(dtype, tokens, width), lse = empty(MT_F32, heads, tokens);

@@ -98,7 +98,7 @@ static mt_dropout hidden_dropout(const mutants_batch *b, int site) {
 static mt_attention_desc attention_of(const mt_grid *grid, const mutants_batch *b) {
     mt_attention_desc d = {.batch = b->sequences, .seq = SEQ, .heads_per_group = 1, .head_dim = HEAD};
     d.groups = HEADS / grid->tp_size;
-    d.mask = MT_MASK_BIDIRECTIONAL;
+    d.scores.mask = MT_MASK_BIDIRECTIONAL;
     return d;
 }
 

@@ -137,7 +137,7 @@ static mt_dropout hidden_dropout(const model *m, const mutants_batch *b, int sit
 
 /* This rank's heads. */
 static mt_attention_desc self_of(const model *m, const mutants_batch *b, mt_mask mask) {
-    mt_attention_desc d = {.batch = b->sequences, .heads_per_group = 1, .head_dim = HEAD, .mask = mask};
+    mt_attention_desc d = {.batch = b->sequences, .heads_per_group = 1, .head_dim = HEAD, .scores.mask = mask};
     d.seq = b->tokens / b->sequences;
     d.groups = HEADS / m->grid->tp_size;
     return d;
@@ -199,7 +199,7 @@ static mt_status self_backward(mt_context *ctx, const model *m, const self_atten
 static mt_attention_desc cross_of(const model *m, const mutants_batch *b) {
     mt_attention_desc d = {.batch = b->sequences, .seq = TARGET, .kv_seq = SOURCE, .groups = 1, .head_dim = HEAD};
     d.heads_per_group = HEADS / m->grid->tp_size;
-    d.mask = MT_MASK_BIDIRECTIONAL;
+    d.scores.mask = MT_MASK_BIDIRECTIONAL;
     d.dropout.p = 0.1f;
     d.dropout.at.seed = 7;
     d.dropout.at.subsequence = (uint64_t)(SITES * b->step + 5);

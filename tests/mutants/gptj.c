@@ -94,8 +94,8 @@ static mt_dropout hidden_dropout(const mutants_batch *b, int layer) {
 static mt_attention_desc attention_of(const mt_grid *grid, const mutants_batch *b, int layer) {
     mt_attention_desc d = {.batch = b->sequences, .seq = SEQ, .heads_per_group = 1, .head_dim = HEAD};
     d.groups = HEADS / grid->tp_size;
-    d.rotary_form = MT_ROTARY_PAIRS;
-    d.rotary_dim = ROTARY;
+    d.scores.rotary_form = MT_ROTARY_PAIRS;
+    d.scores.rotary_dim = ROTARY;
     d.dropout.p = 0.1f;
     d.dropout.at.seed = 7;
     d.dropout.at.subsequence = (uint64_t)(100 * b->step + 50 + layer);

@@ -46,7 +46,7 @@ static mt_transformer_layer_desc layer_desc(void) {
     d.kv_heads = 2;
     d.norm = MT_RMS_NORM;
     d.activation = MT_SWIGLU;
-    d.rotary_base = 100;
+    d.scores.rotary_base = 100;
     d.no_bias = 1;
     return d;
 }

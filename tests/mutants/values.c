@@ -153,8 +153,9 @@ static mt_attention_desc attention_of(const model *m, const saved *s) {
     mt_attention_desc d = {.batch = s->b.sequences, .seq = SEQ, .heads_per_group = HEADS / GROUPS, .head_dim = HEAD};
     d.groups = GROUPS / m->grid->tp_size;
     d.lengths = (const int32_t *)s->lengths.data;
+    d.scores.alibi = 1;
     d.alibi_slopes = (const float *)m->slopes.data;
-    d.scale = 1.0f / sqrtf((float)HEAD);
+    d.scores.scale = 1.0f / sqrtf((float)HEAD);
     d.dropout.p = s->b.step >= EVAL ? 0 : 0.1f;
     d.dropout.at.seed = 7;
     d.dropout.at.subsequence = (uint64_t)(100 * s->b.step + 50);
