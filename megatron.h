@@ -145,19 +145,15 @@ typedef struct mt_batch {
        numbers (MT_ERR_DATA), a GPU does not. They must not change until backward. NULL: a sequence is one document */
     const int32_t *cu_seqlens;
     int64_t documents; /* must be 0 without cu_seqlens (MT_ERR_ARGUMENT) */
-    /* A bias that is added to the attention scores in every layer, in memory of the context's device:
-       [bias_batch * bias_heads * seq, seq], of a float type, with rows in the order sequence, head, query. In MT_U8 it
-       is a boolean mask instead: a token does not attend to the tokens with 0. bias_batch is 1 or `sequences`, and
-       bias_heads is 1 or the number of query heads of the whole model (MT_ERR_SHAPE); 0 means 1. All tensor ranks pass
-       the whole bias. It must not change until backward. mt_none(): no bias */
-    mt_tensor attention_bias;
-    int64_t bias_batch, bias_heads;
-    /* MT_F32, of the shape of attention_bias, which must be of a float type (MT_ERR_ARGUMENT). Backward adds to it the
-       gradient of the bias. A rank adds the part of its layers, heads and sequences: sum it over the tensor and the
-       pipeline group, and over the data group if data ranks share the bias. It must overlap no other tensor of the call
-       (MT_ERR_ARGUMENT). In invariant mode bias_heads must be the number of heads (MT_ERR_ARGUMENT), and the bits are
-       the same on every tensor split, but not with other numbers of data ranks or stages. mt_none(): no gradient */
-    mt_tensor attention_dbias;
+    /* A bias that is added to the attention scores in every layer, or a boolean mask of them: value is
+       [bias.batch * bias.heads * seq, seq], where bias.batch is 1 or `sequences`, and bias.heads is 1 or the number of
+       query heads of the whole model (MT_ERR_SHAPE). All tensor ranks pass the whole bias. It must not change until
+       backward. A rank adds to bias.grad the part of its layers, heads and sequences: sum it over the tensor and the
+       pipeline group, and over the data group if data ranks share the bias. bias.grad must overlap no other tensor of
+       the call, and needs a value of a float type (MT_ERR_ARGUMENT). In invariant mode it needs bias.heads to be the
+       number of heads (MT_ERR_ARGUMENT), and its bits are the same on every tensor split, but not with other numbers of
+       data ranks or stages */
+    mt_attention_bias bias;
     /* [1, 1], MT_F32, in memory of the device: the gradients of all losses are multiplied by it (see
        mt_step_loss_scale). Backward reads it and, if backward_scale is set, forward, too. mt_none(): 1 */
     mt_tensor loss_scale;
@@ -331,8 +327,7 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
    computes y from x and the cache, without dropout.
      batch   seq is the number of new tokens of each sequence: 1 for a step of generation, the length of the longest
              prompt for prompts. lengths has the number of valid new tokens of each sequence (NULL: all are valid).
-             cu_seqlens, documents, attention_bias and attention_dbias must not be set (MT_ERR_UNSUPPORTED). Other
-             fields have no effect
+             cu_seqlens, documents and bias must not be set (MT_ERR_UNSUPPORTED). Other fields have no effect
      cache   keys and values are [sequences * n * max_seq, head size], contiguous, in the model's type, where n =
              mt_self_attention_cache_groups; mt_none() when n is 0. In invariant mode the rows of a virtual shard follow
              those of the one before. After its last layer the caller adds the new tokens to lengths
@@ -520,8 +515,8 @@ typedef struct mt_cross_attention_saved {
      lengths                    of memory_batch: the first lengths[i] keys of sequence i are valid. With length 0, core
                                 attention returns zeros. lengths of batch has no effect: padded queries also get a row
                                 of y
-     attention_bias             of memory_batch, with its bias_batch, bias_heads and attention_dbias: the bias or mask
-                                of these scores, [bias_batch * bias_heads * seq of batch, seq of memory_batch]. That
+     bias                       of memory_batch: the bias or mask of these scores, with its gradient. bias.value is
+                                [bias.batch * bias.heads * seq of batch, seq of memory_batch]. That
                                 of batch has no effect
      seed, step, random_offset  of batch select the dropout masks; those of memory_batch have no effect
      cu_seqlens                 must be NULL in both (MT_ERR_ARGUMENT)
@@ -862,8 +857,8 @@ MT_API mt_status mt_gpt_cache_set_length(mt_context *ctx, const mt_gpt_cache *ca
    once with the prompts (prefill), and then with batch->seq = 1 for each step.
      batch     sequences is that of the cache. seq is the number of new tokens of each sequence. lengths has the number
                of valid new tokens of each sequence, 0 to seq (NULL: all are valid). So prompts may have different
-               lengths, and a sequence with 0 stays as it is. cu_seqlens, documents, attention_bias and attention_dbias
-               must not be set (MT_ERR_UNSUPPORTED). The other fields have no effect
+               lengths, and a sequence with 0 stays as it is. cu_seqlens, documents and bias must not be set
+               (MT_ERR_UNSUPPORTED). The other fields have no effect
      ids       [sequences * seq], as in mt_gpt_logits. Ids after the valid ones must be in [0, vocab). They have no
                effect
      logits    [sequences * seq, vocab] for all new tokens, or [sequences, vocab] for the last valid new token of each
@@ -1389,6 +1384,10 @@ static mt_status mti_batch_check(mt_context *ctx, const char *function, const ch
                        function, name, (long long)batch->sequences, (long long)batch->seq, INT32_MAX);
     MT_TRY(mti_batch_field_check(ctx, function, name, "first_sequence", batch->first_sequence, 0,
                                  INT64_MAX / batch->seq - batch->sequences));
+    if (batch->bias.first_head != 0)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: %s.bias.first_head is %lld, must be 0: a batch has the bias of all heads", function, name,
+                       (long long)batch->bias.first_head);
     if (max_seq > 0 && batch->seq > max_seq)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s.seq is %lld, must be at most max_seq %lld", function, name,
                        (long long)batch->seq, (long long)max_seq);
@@ -1659,11 +1658,8 @@ static void mti_batch_scores(const mt_batch *batch, int64_t first_head, mt_atten
     s->lengths = batch->lengths;
     s->cu_seqlens = batch->cu_seqlens;
     s->documents = batch->documents;
-    s->bias = batch->attention_bias;
-    s->dbias = batch->attention_dbias;
-    s->bias_batch = batch->bias_batch;
-    s->bias_heads = batch->bias_heads;
-    s->bias_first_head = first_head;
+    s->bias = batch->bias;
+    s->bias.first_head = first_head;
 }
 
 /* Returns the desc of a rank that has places for `groups` query groups. all is the number of groups of the model. */
@@ -1849,7 +1845,7 @@ static mt_attention_desc mti_attention_shard(const mt_attention_desc *whole, int
     *first = mt_min(whole->groups, shard * each);
     s.groups = mt_min(each, whole->groups - *first);
     s.dropout.at.first_col += *first * s.heads_per_group;
-    s.bias_first_head += *first * s.heads_per_group;
+    s.bias.first_head += *first * s.heads_per_group;
     if (s.alibi_slopes) s.alibi_slopes += *first * s.heads_per_group;
     return s;
 }
@@ -2155,14 +2151,13 @@ static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention 
    same error. */
 static mt_status mti_scores_check(mt_context *ctx, const char *function, const mt_attention_desc *s) {
     int64_t heads = s->groups * s->heads_per_group;
-    if (s->bias_heads > 1 && s->bias_heads != heads)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias_heads is %lld, must be 1 or the %lld heads of the model", function,
-                       (long long)s->bias_heads, (long long)heads);
-    if (mt_context_invariant(ctx) && s->dbias.data && heads > 1 && s->bias_heads != heads)
-        return mt_fail(
-            ctx, MT_ERR_ARGUMENT,
-            "%s: attention_dbias in invariant mode needs bias_heads %lld, the heads of the model; it is %lld", function,
-            (long long)heads, (long long)s->bias_heads);
+    if (s->bias.heads > 1 && s->bias.heads != heads)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias.heads is %lld, must be 1 or the %lld heads of the model", function,
+                       (long long)s->bias.heads, (long long)heads);
+    if (mt_context_invariant(ctx) && s->bias.grad.data && heads > 1 && s->bias.heads != heads)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: bias.grad in invariant mode needs bias.heads %lld, the heads of the model; it is %lld",
+                       function, (long long)heads, (long long)s->bias.heads);
     return mt_attention_check(ctx, function, s);
 }
 
@@ -2189,8 +2184,8 @@ static mt_status mti_block_check(mt_context *ctx, const char *function, const mt
     MT_TRY(mt_check_param(ctx, function, a->proj.weight));
     MT_TRY(mti_batch_check(ctx, function, "batch", batch, a->rotary.data ? a->desc.max_seq : 0));
     MT_TRY(mti_batch_scores_check(ctx, function, a, batch));
-    MT_TRY(mt_check_apart(ctx, function, "attention_dbias", batch->attention_dbias, in_name, in));
-    MT_TRY(mt_check_apart(ctx, function, "attention_dbias", batch->attention_dbias, out_name, out));
+    MT_TRY(mt_check_apart(ctx, function, "bias.grad", batch->bias.grad, in_name, in));
+    MT_TRY(mt_check_apart(ctx, function, "bias.grad", batch->bias.grad, out_name, out));
     MT_TRY(mti_tokens_check(ctx, function, &a->proj, batch, in_name, in, a->desc.hidden));
     return mti_tokens_check(ctx, function, &a->proj, batch, out_name, out, a->desc.hidden);
 }
@@ -2816,11 +2811,11 @@ static mt_status mti_cross_saved_check(mt_context *ctx, const char *function, co
     return mt_check_activation(ctx, function, w, "saved.out", s->out, queries, a->proj.local_features);
 }
 
-/* Checks that dx or dmemory overlaps neither what backward reads nor attention_dbias. */
+/* Checks that dx or dmemory overlaps neither what backward reads nor bias.grad. */
 static mt_status mti_cross_apart(mt_context *ctx, const char *function, const mt_cross_attention_saved *saved,
                                  mt_tensor dy, const char *name, mt_tensor d) {
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, name, d));
-    MT_TRY(mt_check_apart(ctx, function, "attention_dbias", saved->memory_batch.attention_dbias, name, d));
+    MT_TRY(mt_check_apart(ctx, function, "bias.grad", saved->memory_batch.bias.grad, name, d));
     MT_TRY(mt_check_apart(ctx, function, "saved.query_in.x", saved->query_in.x, name, d));
     return mt_check_apart(ctx, function, "saved.memory_in.x", saved->memory_in.x, name, d);
 }
@@ -2836,7 +2831,7 @@ static mt_status mti_cross_backward_check(mt_context *ctx, const char *function,
     if (dmemory.data) MT_TRY(mti_tokens_check(ctx, function, &a->proj, keys, "dmemory", dmemory, a->desc.kv_hidden));
     MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "dy", dy, "dx", dx));
     MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "dy", dy, "dmemory", dmemory));
-    MT_TRY(mt_check_apart(ctx, function, "attention_dbias", keys->attention_dbias, "dy", dy));
+    MT_TRY(mt_check_apart(ctx, function, "bias.grad", keys->bias.grad, "dy", dy));
     MT_TRY(mti_cross_apart(ctx, function, saved, dy, "dx", dx));
     MT_TRY(mti_cross_apart(ctx, function, saved, dy, "dmemory", dmemory));
     MT_TRY(mt_check_apart(ctx, function, "dx", dx, "dmemory", dmemory));

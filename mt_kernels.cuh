@@ -409,6 +409,20 @@ typedef struct mt_scores_desc {
     float scale; /* factor of the products of queries and keys; MT_ZERO: 0; 0: 1 / sqrt(features of a head) */
 } mt_scores_desc;
 
+/* A bias that is added to the scores of attention, or a boolean mask of them, on the context's device. All fields may
+   be 0: no bias. With `seq` queries and `kv_seq` keys in a sequence, value is [batch * heads * seq, kv_seq], and head a
+   of a call reads head first_head + a of it, so it may hold the heads of all tensor ranks. The value for sequence b,
+   head a and query i is in row (b * heads + first_head + a) * seq + i. An index that is shared counts as 0 there. */
+typedef struct mt_attention_bias {
+    /* Of a float type; -INFINITY masks a key. In MT_U8 it is a boolean mask: a query does not see the keys with 0.
+       mt_none(), or a view of zeros as in a zero-initialised desc: no bias */
+    mt_tensor value;
+    mt_tensor grad;     /* optional, MT_F32, of the shape of value: backward adds the gradient of the bias to it */
+    int64_t batch;      /* 1: all sequences share the bias; otherwise the number of sequences; 0: 1 */
+    int64_t heads;      /* 1: all heads share the bias; otherwise the number of heads in it; 0: 1 */
+    int64_t first_head; /* must be 0 in mt_batch, whose bias has the heads of the whole model (MT_ERR_ARGUMENT) */
+} mt_attention_bias;
+
 /* The sizes and options of scaled dot-product attention. Query heads form `groups` query groups. A group has
    heads_per_group query heads that share one key/value head. heads_per_group is 1 for MHA and more for GQA (arXiv
    2305.13245); groups is 1 for MQA.
@@ -444,24 +458,14 @@ typedef struct mt_attention_desc {
        mt_rotary_forward and mt_rotary_backward read it, too */
     const int32_t *cu_seqlens;
     int64_t documents;
-    /* A bias that is added to the scores: [bias_batch * bias_heads * seq, kv_seq], of a float type. In MT_U8 it is a
-       boolean mask instead: a query does not see the keys with 0. -INFINITY masks a key. mt_none(), or a view of zeros
-       as in a zero-initialised desc: no bias.
-       bias_batch is 1 (all sequences share the bias) or batch. bias_heads is the number of heads in the bias. With 1,
-       all heads share it. Otherwise head a of this call reads head bias_first_head + a, so the bias may hold the heads
-       of all tensor ranks. 0 means 1. The value for sequence b, head a and query i is in row
-       (b * bias_heads + bias_first_head + a) * seq + i. An index that is shared counts as 0 there. Error: MT_ERR_SHAPE
-       (bias_heads is too small, or bias_first_head is negative) */
-    mt_tensor bias;
-    mt_tensor dbias; /* optional, MT_F32, of the shape of bias: backward adds the gradient of the bias to it */
-    int64_t bias_batch, bias_heads, bias_first_head;
+    mt_attention_bias bias; /* or a boolean mask; it is added to the scores */
 } mt_attention_desc;
 
 /* forward:  out [batch * seq, heads * head_dim] = dropout(softmax(scale * q k^T, masked)) v, with heads =
              groups * heads_per_group. lse [heads, batch * seq] = the log of the sum of exponentials of the scaled
              scores. It is optional: only backward needs it.
-   backward: dqkv = the gradient of qkv, of the same shape, and desc->dbias (optional) += the gradient of the bias. It
-             takes the out and lse of forward and computes the probabilities again. dout must not overlap out.
+   backward: dqkv = the gradient of qkv, of the same shape, and desc->bias.grad (optional) += the gradient of the bias.
+             It takes the out and lse of forward and computes the probabilities again. dout must not overlap out.
    Scratch memory grows linearly with seq. On GPUs from sm_80 on, bf16 and f16 with head_dim 64, 96 or 128 use tensor
    cores, if nvcc compiled the program for such a GPU (-arch=native). They skip tiles of keys that no query of a block
    sees, so a window or short documents make them faster. Other calls use a slower kernel without tensor cores, also
@@ -476,9 +480,9 @@ typedef struct mt_attention_desc {
    computed in f32, and denormal bf16 numbers count as 0. A NaN or infinity in a row can reach the results of 31
    neighbouring rows that do not see it. Other calls on a CPU compute in f32. mt_kv_cache_attention does the same for
    more than MT_KV_DECODE_QUERIES queries, and in invariant mode.
-   Forward does not read desc->dbias. Backward changes only the rows of this call's heads in it. Errors: MT_ERR_ARGUMENT
-   (in backward: dbias overlaps another tensor of the call, or the bias is missing or is a boolean mask),
-   MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535 heads or sequences). */
+   Forward does not read desc->bias.grad. Backward changes only the rows of this call's heads in it. Errors:
+   MT_ERR_ARGUMENT (in backward: bias.grad overlaps another tensor of the call, or the bias is missing or is a boolean
+   mask), MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535 heads or sequences). */
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
                                       mt_tensor lse);
 MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
@@ -490,8 +494,8 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
      k, v, dk, dv  [batch * kv_seq, groups * head_dim], in the same way
      out, lse      as in mt_attention_forward: [batch * seq, heads * head_dim] and [heads, batch * seq]
    A query that sees no key has out = 0 and lse = -INFINITY, and adds nothing to the gradients. backward overwrites dq,
-   dk and dv, and adds to desc->dbias. MT_ERR_ARGUMENT: out of forward, or dq, dk or dv, overlaps another tensor of the
-   call. Other errors are those of mt_attention_forward and mt_attention_backward. */
+   dk and dv, and adds to desc->bias.grad. MT_ERR_ARGUMENT: out of forward, or dq, dk or dv, overlaps another tensor
+   of the call. Other errors are those of mt_attention_forward and mt_attention_backward. */
 MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
                                                   mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse);
 MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
@@ -8129,8 +8133,8 @@ static mt_attention_desc mti_attention_defaults(const mt_attention_desc *desc) {
     mt_attention_desc s = *desc;
     if (s.kv_seq == 0) s.kv_seq = s.seq;
     s.scores.window = mt_min(s.scores.window, s.seq + s.kv_seq); /* hides nothing; a larger one could overflow below */
-    if (s.bias_batch == 0) s.bias_batch = 1;
-    if (s.bias_heads == 0) s.bias_heads = 1;
+    if (s.bias.batch == 0) s.bias.batch = 1;
+    if (s.bias.heads == 0) s.bias.heads = 1;
     s.scores.scale = mt_or_default(s.scores.scale, (float)(1.0 / sqrt((double)s.head_dim)));
     return s;
 }
@@ -8175,20 +8179,20 @@ static mt_status mti_expect_documents(mt_context *ctx, const char *where, const 
 /* Checks the fields of the bias, except the shapes of its views. */
 static mt_status mti_expect_bias(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     int64_t heads = mti_attention_heads(s);
-    if (s->bias_batch != 1 && s->bias_batch != s->batch)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias_batch is %lld, must be 1 or %lld", where, (long long)s->bias_batch,
+    if (s->bias.batch != 1 && s->bias.batch != s->batch)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias.batch is %lld, must be 1 or %lld", where, (long long)s->bias.batch,
                        (long long)s->batch);
-    MT_TRY(mt_check_size(ctx, where, NULL, "bias_first_head", s->bias_first_head, 0, INT64_MAX));
-    if (s->bias_heads != 1 && (s->bias_heads < heads || s->bias_first_head > s->bias_heads - heads))
+    MT_TRY(mt_check_size(ctx, where, NULL, "bias.first_head", s->bias.first_head, 0, INT64_MAX));
+    if (s->bias.heads != 1 && (s->bias.heads < heads || s->bias.first_head > s->bias.heads - heads))
         return mt_fail(ctx, MT_ERR_SHAPE,
-                       "%s: bias_heads is %lld, must be 1 or at least bias_first_head %lld + %lld heads", where,
-                       (long long)s->bias_heads, (long long)s->bias_first_head, (long long)heads);
-    if (mt_size_mul(mt_size_mul(mt_size_mul(s->bias_batch, s->bias_heads), s->seq), s->kv_seq) < 0)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias_batch %lld, bias_heads %lld, seq %lld: a bias has too many rows",
-                       where, (long long)s->bias_batch, (long long)s->bias_heads, (long long)s->seq);
-    if (s->bias.data && s->bias.dtype != MT_U8 && !mt_dtype_is_float(s->bias.dtype))
+                       "%s: bias.heads is %lld, must be 1 or at least bias.first_head %lld + %lld heads", where,
+                       (long long)s->bias.heads, (long long)s->bias.first_head, (long long)heads);
+    if (mt_size_mul(mt_size_mul(mt_size_mul(s->bias.batch, s->bias.heads), s->seq), s->kv_seq) < 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias.batch %lld, bias.heads %lld, seq %lld: a bias has too many rows",
+                       where, (long long)s->bias.batch, (long long)s->bias.heads, (long long)s->seq);
+    if (s->bias.value.data && s->bias.value.dtype != MT_U8 && !mt_dtype_is_float(s->bias.value.dtype))
         return mt_fail(ctx, MT_ERR_DTYPE, "%s: bias is %s, must be f32, bf16 or f16, or u8 for a mask", where,
-                       mt_dtype_name(s->bias.dtype));
+                       mt_dtype_name(s->bias.value.dtype));
     return MT_SUCCESS;
 }
 
@@ -8292,10 +8296,10 @@ MT_INLINE MT_HOST_DEVICE mti_span mti_queries_of(const mt_attention_desc *s, int
     return s->scores.window > 0 ? mti_span_of_both(all, i - s->scores.window + 1, i + s->scores.window) : all;
 }
 
-/* The row of desc.bias and desc.dbias for query i of a head of sequence b. */
+/* The row of desc.bias.value and desc.bias.grad for query i of a head of sequence b. */
 MT_INLINE MT_HOST_DEVICE int64_t mti_bias_row(const mt_attention_desc *s, int64_t b, int64_t head, int64_t i) {
-    int64_t sequence = s->bias_batch > 1 ? b : 0, of_head = s->bias_heads > 1 ? s->bias_first_head + head : 0;
-    return (sequence * s->bias_heads + of_head) * s->seq + i;
+    int64_t sequence = s->bias.batch > 1 ? b : 0, of_head = s->bias.heads > 1 ? s->bias.first_head + head : 0;
+    return (sequence * s->bias.heads + of_head) * s->seq + i;
 }
 
 /* A CPU computes the scores of MTI_QUERIES queries and MTI_KEYS keys at a time, a block that stays in L2. Both are
@@ -8754,12 +8758,12 @@ static void mti_attention_change_row(const mti_attention *a, const mti_head *h, 
     float room[MTI_KEYS];
     if (s->scores.softcap > 0.0f) mti_attention_cap_row(s->scores.softcap, x, slopes, n);
     if (s->alibi_slopes) mti_attention_alibi_row(s->alibi_slopes[h->head], i + s->kv_seq - s->seq, first, x, n);
-    if (!s->bias.data) return;
-    if (s->bias.dtype == MT_U8) {
-        const uint8_t *seen = (const uint8_t *)s->bias.data + row * mt_tensor_ld(s->bias) + first;
+    if (!s->bias.value.data) return;
+    if (s->bias.value.dtype == MT_U8) {
+        const uint8_t *seen = (const uint8_t *)s->bias.value.data + row * mt_tensor_ld(s->bias.value) + first;
         for (j = 0; j < n; j++)
             if (!seen[j]) x[j] = -(float)INFINITY;
-    } else mti_row_add(x, mti_row(mti_f32_read(s->bias, row, 1, first, n, room), 0), x, n);
+    } else mti_row_add(x, mti_row(mti_f32_read(s->bias.value, row, 1, first, n, room), 0), x, n);
 }
 
 /* The global element number of the probability of query i and key 0. */
@@ -8997,8 +9001,8 @@ static void mti_scores_backward_row(const mti_attention *a, const mti_head *h, i
     mti_span_pad(p, seen, 0.0f);
     mti_span_pad(d, seen, 0.0f);
     if (s->dropout.p > 0.0f) mti_attention_drop_row(factors, x, n);
-    if (s->dbias.data) {
-        dbias = mti_at(s->dbias, mti_bias_row(s, h->batch, h->head, i), first);
+    if (s->bias.grad.data) {
+        dbias = mti_at(s->bias.grad, mti_bias_row(s, h->batch, h->head, i), first);
         mti_row_add(dbias, dx, dbias, n);
     }
     for (j = 0; s->scores.softcap > 0.0f && j < n; j++) dx[j] *= slopes[j];
@@ -9118,9 +9122,9 @@ static void mti_attention_backward_group(const mti_attention *a, int64_t batch, 
 
 /* The number of neighbouring items of backward that add to the same elements of dbias. One thread computes them. */
 static int64_t mti_dbias_items(const mt_attention_desc *s) {
-    if (!s->dbias.data) return 1;
-    if (s->bias_heads > 1) return s->bias_batch > 1 ? 1 : s->batch;
-    return s->bias_batch > 1 ? s->groups : s->batch * s->groups;
+    if (!s->bias.grad.data) return 1;
+    if (s->bias.heads > 1) return s->bias.batch > 1 ? 1 : s->batch;
+    return s->bias.batch > 1 ? s->groups : s->batch * s->groups;
 }
 
 /* An item is a group of a sequence. Those that share a row of dbias have neighbouring numbers. */
@@ -9130,7 +9134,7 @@ static void mti_cpu_attention_backward(void *data, int thread, int64_t first, in
     int64_t i;
     if (a.tiles) mti_tiles_begin();
     for (i = first; i < last; i++) {
-        if (s->bias_heads > 1) mti_attention_backward_group(&a, i % s->batch, i / s->batch);
+        if (s->bias.heads > 1) mti_attention_backward_group(&a, i % s->batch, i / s->batch);
         else mti_attention_backward_group(&a, i / s->groups, i % s->groups);
     }
     if (a.tiles) mti_tiles_end();
@@ -9700,14 +9704,14 @@ static __global__ void __launch_bounds__(T::Threads, T::Blocks) mti_plain_dkv_ke
 
 /* A warp owns a row of the bias, without shared memory or a barrier, and a lane every 32nd element of it. The lane adds
    the gradients of the scores of all sequences and heads that share the element, in their order. The grid is queries x
-   heads of this call x bias_batch. If heads share the bias, it has one of them, which stands for all. */
+   heads of this call x bias.batch. If heads share the bias, it has one of them, which stands for all. */
 static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS, 4) mti_plain_dbias_kernel(mti_plain p) {
     int64_t first_b, first_head, i, lane = threadIdx.x & 31, heads = p.s.groups * p.s.heads_per_group;
     float s[1][1], g[1][1];
     if (!mti_plain_row(p.s.seq, &first_b, &first_head, &i)) return;
     int64_t row = mti_bias_row(&p.s, first_b, first_head, i);
-    int64_t end_b = p.s.bias_batch > 1 ? first_b + 1 : p.s.batch,
-            end_head = p.s.bias_heads > 1 ? first_head + 1 : heads;
+    int64_t end_b = p.s.bias.batch > 1 ? first_b + 1 : p.s.batch,
+            end_head = p.s.bias.heads > 1 ? first_head + 1 : heads;
     for (int64_t j = lane; j < p.s.kv_seq; j += 32) {
         float sum = 0.0f;
         for (int64_t b = first_b; b < end_b; b++) {
@@ -9748,8 +9752,8 @@ static mti_plain mti_plain_of(const mti_attention *a) {
     p.dq = mti_view_of(a->dq);
     p.dk = mti_view_of(a->dk);
     p.dv = mti_view_of(a->dv);
-    p.bias = mti_view_of(a->desc.bias);
-    p.dbias = mti_view_of(a->desc.dbias);
+    p.bias = mti_view_of(a->desc.bias.value);
+    p.dbias = mti_view_of(a->desc.bias.grad);
     p.q_step = a->q_step;
     p.kv_step = a->kv_step;
     p.value = mti_elements_between(a->k, a->v);
@@ -10611,7 +10615,7 @@ static int mti_flash_needs_spans(const mt_attention_desc *s) {
 /* Whether the kernels know everything that changes a score. With a soft cap they multiply by scale / softcap, and by
    softcap / ln 2, which must be finite. */
 static int mti_flash_fits_scores(const mt_attention_desc *s) {
-    return s->kv_seq == s->seq && !s->alibi_slopes && !s->bias.data &&
+    return s->kv_seq == s->seq && !s->alibi_slopes && !s->bias.value.data &&
            (s->scores.softcap == 0.0f || (s->scores.softcap < 1e30f && s->scores.scale / s->scores.softcap < 1e30f));
 }
 
@@ -10715,8 +10719,8 @@ static mt_status mti_plain_run_backward(const mti_attention *a) {
     MT_TRY(s->head_dim <= 64    ? mti_plain_backward<2>(a, name, p)
            : s->head_dim <= 128 ? mti_plain_backward<4>(a, name, p)
                                 : mti_plain_backward<8>(a, name, p));
-    if (!s->dbias.data) return MT_SUCCESS;
-    return mti_plain_launch(a, name, mti_plain_dbias_kernel, s->seq, s->bias_heads > 1 ? heads : 1, s->bias_batch, p);
+    if (!s->bias.grad.data) return MT_SUCCESS;
+    return mti_plain_launch(a, name, mti_plain_dbias_kernel, s->seq, s->bias.heads > 1 ? heads : 1, s->bias.batch, p);
 }
 
 /* The kernels of attention on a GPU. The first row that fits a call runs it, forward and backward. To add a kernel, add
@@ -10795,30 +10799,30 @@ static mt_status mti_attention_loop(mti_operator *op, mti_attention *a, int back
     return MT_SUCCESS;
 }
 
-/* What an operator of attention requires of desc.bias; `use` adds to MT_ARG_IN. */
+/* What an operator of attention requires of desc.bias.value; `use` adds to MT_ARG_IN. */
 static mt_arg mti_bias_arg(mt_attention_desc *s) {
     mt_arg arg;
     arg.name = "bias";
-    arg.view = &s->bias;
-    arg.rows = s->bias_batch * s->bias_heads * s->seq;
+    arg.view = &s->bias.value;
+    arg.rows = s->bias.batch * s->bias.heads * s->seq;
     arg.cols = s->kv_seq;
-    arg.type = s->bias.dtype == MT_U8 ? MT_ARG_ANY : MT_ARG_FLOAT;
+    arg.type = s->bias.value.dtype == MT_U8 ? MT_ARG_ANY : MT_ARG_FLOAT;
     arg.use = MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS;
     return arg;
 }
 
-/* What backward requires of desc.dbias. */
+/* What backward requires of desc.bias.grad. */
 static mt_arg mti_dbias_arg(mt_attention_desc *s) {
     mt_arg arg = mti_bias_arg(s);
     arg.name = "dbias";
-    arg.view = &s->dbias;
+    arg.view = &s->bias.grad;
     arg.type = MT_ARG_F32;
     arg.use = MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_OPTIONAL;
-    if (s->bias_heads == 1) arg.use |= MT_ARG_SUM; /* over the heads of this call */
+    if (s->bias.heads == 1) arg.use |= MT_ARG_SUM; /* over the heads of this call */
     return arg;
 }
 
-/* Fills *op as mti_operands does. Operand `bias` is desc.bias, and operand `dbias`, if it is not 0, is desc.dbias. */
+/* Fills *op as mti_operands does. Operand `bias` is desc.bias.value, and operand `dbias`, if it is not 0, is desc.bias.grad. */
 static void mti_attention_operands(mti_operator *op, mt_context *ctx, const mti_table *table, mt_tensor *const *views,
                                    mt_attention_desc *s, int bias, int dbias) {
     const int64_t heads = mti_attention_heads(s), out_width = heads * s->head_dim;
@@ -10826,7 +10830,7 @@ static void mti_attention_operands(mti_operator *op, mt_context *ctx, const mti_
                              mti_attention_width(s),
                              out_width,
                              heads,
-                             s->bias_batch * s->bias_heads * s->seq,
+                             s->bias.batch * s->bias.heads * s->seq,
                              s->kv_seq,
                              s->batch * s->kv_seq,
                              s->groups * s->head_dim};
@@ -10835,11 +10839,11 @@ static void mti_attention_operands(mti_operator *op, mt_context *ctx, const mti_
     if (dbias) op->args[dbias] = mti_dbias_arg(s);
 }
 
-/* Refuses a desc.dbias without a bias that has a gradient. */
+/* Refuses a desc.bias.grad without a bias that has a gradient. */
 static mt_status mti_expect_dbias(mt_context *ctx, const char *where, const mt_attention_desc *s) {
-    if (!s->dbias.data || (s->bias.data && s->bias.dtype != MT_U8)) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc.dbias is given, but desc.bias is %s", where,
-                   s->bias.data ? "a boolean mask" : "mt_none()");
+    if (!s->bias.grad.data || (s->bias.value.data && s->bias.value.dtype != MT_U8)) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc.bias.grad is given, but desc.bias.value is %s", where,
+                   s->bias.value.data ? "a boolean mask" : "mt_none()");
 }
 
 /* Checks desc and writes it to *s without defaults. A fused tensor has as many keys as queries. */
@@ -10918,7 +10922,7 @@ MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt
     mt_arg args[] = {mti_bias_arg(&s), mti_dbias_arg(&s)};
     MT_TRY(mti_expect_dbias(ctx, where, &s));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    return mt_check_apart(ctx, where, "dbias", s.dbias, "bias", s.bias);
+    return mt_check_apart(ctx, where, "dbias", s.bias.grad, "bias", s.bias.value);
 }
 
 /* clang-format off */
@@ -10970,7 +10974,7 @@ MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *
                                       mt_tensor lse) {
     mt_attention_desc s;
     MT_TRY(mti_attention_desc_check(ctx, "mt_attention_forward", desc, 1, &s));
-    mt_tensor *views[] = {&qkv, &out, &lse, &s.bias};
+    mt_tensor *views[] = {&qkv, &out, &lse, &s.bias.value};
     mti_attention a;
     mti_operator op;
     mti_attention_operands(&op, ctx, &mti_attention_forward_table, views, &s, 3, 0);
@@ -10988,7 +10992,7 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
                                        mt_tensor lse, mt_tensor dout, mt_tensor dqkv) {
     mt_attention_desc s;
     MT_TRY(mti_attention_desc_check(ctx, "mt_attention_backward", desc, 1, &s));
-    mt_tensor *views[] = {&qkv, &s.bias, &lse, &out, &dout, &dqkv, &s.dbias};
+    mt_tensor *views[] = {&qkv, &s.bias.value, &lse, &out, &dout, &dqkv, &s.bias.grad};
     mti_attention a;
     mti_operator op;
     mti_attention_operands(&op, ctx, &mti_attention_backward_table, views, &s, 1, 6);
@@ -11038,7 +11042,7 @@ MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_atte
                                                   mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse) {
     mt_attention_desc s;
     MT_TRY(mti_attention_desc_check(ctx, "mt_dot_product_attention_forward", desc, 0, &s));
-    mt_tensor *views[] = {&q, &k, &v, &out, &lse, &s.bias};
+    mt_tensor *views[] = {&q, &k, &v, &out, &lse, &s.bias.value};
     mti_attention a;
     mti_operator op;
     mti_attention_operands(&op, ctx, &mti_dot_product_attention_forward_table, views, &s, 5, 0);
@@ -11057,7 +11061,7 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
                                                    mt_tensor dout, mt_tensor dq, mt_tensor dk, mt_tensor dv) {
     mt_attention_desc s;
     MT_TRY(mti_attention_desc_check(ctx, "mt_dot_product_attention_backward", desc, 0, &s));
-    mt_tensor *views[] = {&q, &k, &v, &s.bias, &lse, &out, &dout, &dq, &dk, &dv, &s.dbias};
+    mt_tensor *views[] = {&q, &k, &v, &s.bias.value, &lse, &out, &dout, &dq, &dk, &dv, &s.bias.grad};
     mti_attention a;
     mti_operator op;
     mti_attention_operands(&op, ctx, &mti_dot_product_attention_backward_table, views, &s, 3, 10);
@@ -11412,7 +11416,7 @@ static mt_status mti_kv_expect_options(mt_context *ctx, const char *where, const
     if (s->dropout.p != 0.0f) field = "dropout";
     if (s->kv_seq != 0) field = "kv_seq";
     if (s->cu_seqlens || s->documents != 0) field = "cu_seqlens";
-    if (s->bias.data || s->dbias.data) field = "a bias";
+    if (s->bias.value.data || s->bias.grad.data) field = "a bias";
     if (!field) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: %s cannot be used with a key/value cache", where, field);
 }

@@ -232,8 +232,8 @@ static inline mt_batch gpt_batch_of(const gpt_worker *w, int64_t sequence) {
         batch.documents = GPT_DOCUMENTS;
     }
     if (w->r->scores >= 2) {
-        batch.attention_bias = w->bias;
-        batch.bias_heads = gpt_model(w->r).layer.heads;
+        batch.bias.value = w->bias;
+        batch.bias.heads = gpt_model(w->r).layer.heads;
     }
     if (w->r->one_pass) batch.backward_scale = gpt_scale(w);
     if (!w->r->on_device) return batch;

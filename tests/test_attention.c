@@ -21,13 +21,13 @@ typedef struct problem {
 static int64_t heads_of(const problem *p) { return p->s.groups * p->s.heads_per_group; }
 static int64_t q_size(const problem *p) { return p->s.batch * p->s.seq * heads_of(p) * p->s.head_dim; }
 static int64_t k_size(const problem *p) { return p->s.batch * p->s.kv_seq * p->s.groups * p->s.head_dim; }
-static int64_t bias_rows(const problem *p) { return p->s.bias_batch * p->s.bias_heads * p->s.seq; }
-static int64_t bias_size(const problem *p) { return p->s.bias.data ? bias_rows(p) * p->s.kv_seq : 0; }
+static int64_t bias_rows(const problem *p) { return p->s.bias.batch * p->s.bias.heads * p->s.seq; }
+static int64_t bias_size(const problem *p) { return p->s.bias.value.data ? bias_rows(p) * p->s.kv_seq : 0; }
 static int64_t x_size(const problem *p) { return q_size(p) + 2 * k_size(p) + bias_size(p); }
 
 static int64_t bias_index(const problem *p, int64_t b, int64_t a, int64_t i, int64_t j) {
     const mt_attention_desc *s = &p->s;
-    int64_t n = (s->bias_batch == 1 ? 0 : b) * s->bias_heads + (s->bias_heads == 1 ? 0 : s->bias_first_head + a);
+    int64_t n = (s->bias.batch == 1 ? 0 : b) * s->bias.heads + (s->bias.heads == 1 ? 0 : s->bias.first_head + a);
     return (n * s->seq + i) * s->kv_seq + j;
 }
 
@@ -55,7 +55,7 @@ static double score(const problem *p, const double *x, int64_t b, int64_t a, int
     double v = ref_dot(q, k, (size_t)s->head_dim) * (double)s->scores.scale, cap = (double)s->scores.softcap;
     if (s->scores.softcap > 0) v = cap * tanh(v / cap);
     if (s->alibi_slopes) v -= (double)s->alibi_slopes[a] * (double)llabs((long long)(i + s->kv_seq - s->seq - j));
-    if (s->bias.data) v += x[q_size(p) + 2 * k_size(p) + bias_index(p, b, a, i, j)];
+    if (s->bias.value.data) v += x[q_size(p) + 2 * k_size(p) + bias_index(p, b, a, i, j)];
     return v;
 }
 
@@ -121,7 +121,7 @@ static tensors random_tensors(const problem *p) {
     x.out = ref_guarded(t, w, 2), x.lse = ref_guarded(heads_of(p), t, 1), x.dout = ref_random(t, w, 5, 1, 0);
     x.dq = ref_guarded(t, w, 1), x.dk = ref_guarded(keys, kw, 2), x.dv = ref_guarded(keys, kw, 3);
     x.dbias = mt_none();
-    if (s->bias.data) x.dbias = ref_filled(bias_rows(p), s->kv_seq, 4, 0.0f);
+    if (s->bias.value.data) x.dbias = ref_filled(bias_rows(p), s->kv_seq, 4, 0.0f);
     return x;
 }
 
@@ -131,14 +131,14 @@ static double *inputs(const problem *p, const tensors *x) {
     ref_read(x->q, all);
     ref_read(x->k, all + q_size(p));
     ref_read(x->v, all + q_size(p) + k_size(p));
-    if (p->s.bias.data) ref_read(p->s.bias, all + q_size(p) + 2 * k_size(p));
+    if (p->s.bias.value.data) ref_read(p->s.bias.value, all + q_size(p) + 2 * k_size(p));
     return all;
 }
 
 static void run(const mt_attention_desc *desc, tensors *x) {
     mt_attention_desc s = *desc;
     OK(mt_dot_product_attention_forward(ref.ctx, &s, x->q, x->k, x->v, x->out, x->lse));
-    s.dbias = x->dbias;
+    s.bias.grad = x->dbias;
     OK(mt_dot_product_attention_backward(ref.ctx, &s, x->q, x->k, x->v, x->out, x->lse, x->dout, x->dq, x->dk, x->dv));
 }
 
@@ -158,11 +158,11 @@ static void try_attention(mt_attention_desc s, const unsigned char *seen) {
     p.s = s;
     p.seen = seen;
     if (!p.s.kv_seq) p.s.kv_seq = s.seq;
-    if (!p.s.bias_batch) p.s.bias_batch = 1;
-    if (!p.s.bias_heads) p.s.bias_heads = 1;
+    if (!p.s.bias.batch) p.s.bias.batch = 1;
+    if (!p.s.bias.heads) p.s.bias.heads = 1;
     if (p.s.scores.scale == 0) p.s.scores.scale = (float)(1 / sqrt((double)s.head_dim));
     if (s.scores.scale == (float)MT_ZERO) p.s.scores.scale = 0;
-    if (seen) p.s.bias = mt_none();
+    if (seen) p.s.bias.value = mt_none();
     x = random_tensors(&p);
     all = inputs(&p, &x);
     out = ref_doubles((size_t)q_size(&p)), lse = ref_doubles((size_t)(heads_of(&p) * s.batch * s.seq));
@@ -176,7 +176,7 @@ static void try_attention(mt_attention_desc s, const unsigned char *seen) {
     ASSERT_CLOSE(x.dq, g, 2e-6 * (1 + terms), 1e-6);
     ASSERT_CLOSE(x.dk, g + q_size(&p), 2e-6 * (1 + terms), 1e-6);
     ASSERT_CLOSE(x.dv, g + q_size(&p) + k_size(&p), 2e-6 * (1 + terms), 1e-6);
-    if (p.s.bias.data) ASSERT_CLOSE(x.dbias, g + q_size(&p) + 2 * k_size(&p), 2e-6 * (1 + terms), 1e-6);
+    if (p.s.bias.value.data) ASSERT_CLOSE(x.dbias, g + q_size(&p) + 2 * k_size(&p), 2e-6 * (1 + terms), 1e-6);
     ref_release();
 }
 
@@ -207,12 +207,12 @@ static void test_separate_views(void **state) {
         x.lse = ref_guarded(lse.rows, 18, 2), x.dout = ref_random(18, w, 0, 1, 0), x.dq = ref_guarded(18, w, 1);
         x.dk = ref_guarded(18, kw, 1), x.dv = ref_guarded(18, kw, 1);
         if (i >= 4) {
-            s.bias_batch = 2, s.bias_heads = 5, s.bias_first_head = 1;
-            s.bias = ref_random(90, 9, 2, 1.0f, 0);
+            s.bias.batch = 2, s.bias.heads = 5, s.bias.first_head = 1;
+            s.bias.value = ref_random(90, 9, 2, 1.0f, 0);
             x.dbias = ref_filled(90, 9, 1, 2.0f), dbias = ref_filled(90, 9, 0, 2.0f);
         }
         run(&s, &x);
-        s.qkv_layout = MT_QKV_SEPARATE, s.dbias = dbias;
+        s.qkv_layout = MT_QKV_SEPARATE, s.bias.grad = dbias;
         OK(mt_attention_forward(ref.ctx, &s, qkv, out, lse));
         OK(mt_attention_backward(ref.ctx, &s, qkv, out, lse, x.dout, dqkv));
         assert_same(out, x.out);
@@ -320,25 +320,25 @@ static void test_bias(void **state) {
     for (i = 0; i < 16; i++) {
         mt_attention_desc s = shape(2, 5, 2, 2, 4, i % 2);
         int64_t j;
-        s.bias_batch = i & 2 ? 2 : 1, s.bias_heads = i & 4 ? 4 : 0;
+        s.bias.batch = i & 2 ? 2 : 1, s.bias.heads = i & 4 ? 4 : 0;
         if (i & 8) s.kv_seq = 7, s.scores.softcap = 2.0f;
-        s.bias = ref_random(s.bias_batch * (i & 4 ? 4 : 1) * 5, i & 8 ? 7 : 5, 3, 1.0f, 0);
+        s.bias.value = ref_random(s.bias.batch * (i & 4 ? 4 : 1) * 5, i & 8 ? 7 : 5, 3, 1.0f, 0);
         try_attention(s, NULL);
-        s.bias = ref_random(s.bias_batch * (i & 4 ? 4 : 1) * 5, i & 8 ? 7 : 5, 3, 1.0f, 0);
-        ref_row(s.bias, 3)[0] = -INFINITY;
-        for (j = 0; j < s.bias.cols; j++) ref_row(s.bias, 1)[j] = -INFINITY;
+        s.bias.value = ref_random(s.bias.batch * (i & 4 ? 4 : 1) * 5, i & 8 ? 7 : 5, 3, 1.0f, 0);
+        ref_row(s.bias.value, 3)[0] = -INFINITY;
+        for (j = 0; j < s.bias.value.cols; j++) ref_row(s.bias.value, 1)[j] = -INFINITY;
         {
             tensors x;
             problem p;
             memset(&p, 0, sizeof p);
             p.s = s;
             if (!p.s.kv_seq) p.s.kv_seq = 5;
-            if (!p.s.bias_heads) p.s.bias_heads = 1;
+            if (!p.s.bias.heads) p.s.bias.heads = 1;
             x = random_tensors(&p);
             run(&s, &x);
-            for (j = 0; j < 16; j++) assert_true(j / 4 > 0 && s.bias_heads == 4 ? 1 : ref_row(x.out, 1)[j] == 0.0f);
+            for (j = 0; j < 16; j++) assert_true(j / 4 > 0 && s.bias.heads == 4 ? 1 : ref_row(x.out, 1)[j] == 0.0f);
             for (j = 0; j < 16; j++) assert_true(ref_row(x.dq, 1)[j] == ref_row(x.dq, 1)[j]);
-            for (j = 0; j < s.bias.cols; j++) assert_true(ref_row(x.dbias, 1)[j] == 0.0f);
+            for (j = 0; j < s.bias.value.cols; j++) assert_true(ref_row(x.dbias, 1)[j] == 0.0f);
             assert_true(ref_row(x.dbias, 3)[0] == 0.0f && ref_row(x.lse, 0)[1] == -INFINITY);
         }
         ref_release();
@@ -351,8 +351,8 @@ static void test_bias_of_more_heads(void **state) {
     (void)state;
     for (i = 0; i < 6; i++) {
         mt_attention_desc s = shape(2, 5, 2, 2, 4, i % 2);
-        s.bias_batch = i % 2 + 1, s.bias_heads = 7, s.bias_first_head = i / 2 + 1;
-        s.bias = ref_random(s.bias_batch * 35, 5, 1, 1.0f, 0);
+        s.bias.batch = i % 2 + 1, s.bias.heads = 7, s.bias.first_head = i / 2 + 1;
+        s.bias.value = ref_random(s.bias.batch * 35, 5, 1, 1.0f, 0);
         try_attention(s, NULL);
     }
 }
@@ -368,8 +368,8 @@ static void test_bias_first_head(void **state) {
         tensors x, y;
         problem p;
         int64_t b, r;
-        s.bias_batch = 1 + i / 2, s.bias_heads = 7, s.bias_first_head = 2;
-        s.bias = ref_random(s.bias_batch * 42, 6, 1, 1.0f, 0);
+        s.bias.batch = 1 + i / 2, s.bias.heads = 7, s.bias.first_head = 2;
+        s.bias.value = ref_random(s.bias.batch * 42, 6, 1, 1.0f, 0);
         memset(&p, 0, sizeof p);
         p.s = s, p.s.kv_seq = 6;
         x = random_tensors(&p), y = x;
@@ -380,7 +380,7 @@ static void test_bias_first_head(void **state) {
         for (half = 0; half < 2; half++) {
             mt_attention_desc own = s;
             tensors z = y;
-            own.groups = 1, own.bias_first_head = 2 + 2 * half;
+            own.groups = 1, own.bias.first_head = 2 + 2 * half;
             z.q = mt_tensor_cols(x.q, 8 * half, 8), z.out = mt_tensor_cols(y.out, 8 * half, 8);
             z.k = mt_tensor_cols(x.k, 4 * half, 4), z.dk = mt_tensor_cols(y.dk, 4 * half, 4);
             z.v = mt_tensor_cols(x.v, 4 * half, 4), z.dv = mt_tensor_cols(y.dv, 4 * half, 4);
@@ -394,7 +394,7 @@ static void test_bias_first_head(void **state) {
         assert_same(y.dk, x.dk);
         assert_same(y.dv, x.dv);
         assert_same(y.dbias, x.dbias);
-        for (b = 0; b < s.bias_batch; b++)
+        for (b = 0; b < s.bias.batch; b++)
             for (r = 0; r < 42; r++) /* a first query that sees one key has the gradient 0 */
                 assert_true((ref_row(dbias, b * 42 + r)[0] == 3.0f) == (r < 2 * 6 || r >= 6 * 6) || r % 6 == 0);
         ref_release();
@@ -409,10 +409,10 @@ static void test_mask(void **state) {
         mt_attention_desc s = shape(2, 6, 1, 3, 4, i % 2);
         unsigned char seen[2 * 3 * 6 * 8];
         size_t n;
-        s.bias_batch = i & 2 ? 2 : 1, s.bias_heads = i & 4 ? 3 : 1;
+        s.bias.batch = i & 2 ? 2 : 1, s.bias.heads = i & 4 ? 3 : 1;
         for (n = 0; n < sizeof seen; n++) seen[n] = test_float(&ref.random) > -0.2f;
         memset(seen + 12, 0, 6);
-        s.bias = mt_tensor_make(seen, MT_U8, s.bias_batch * s.bias_heads * 6, 6);
+        s.bias.value = mt_tensor_make(seen, MT_U8, s.bias.batch * s.bias.heads * 6, 6);
         try_attention(s, seen);
     }
 }
@@ -428,7 +428,7 @@ static void test_together(void **state) {
         s.lengths = lengths, s.scores.window = 6, s.scores.softcap = 4.0f;
         s.scores.scale = 0.7f, s.scores.alibi = 1, s.alibi_slopes = slopes;
         s.cu_seqlens = documents, s.documents = 3;
-        s.bias = ref_random(4 * 11, 11, 0, 1, 0), s.bias_heads = 4;
+        s.bias.value = ref_random(4 * 11, 11, 0, 1, 0), s.bias.heads = 4;
         s.dropout.p = i / 2 ? 0.4f : 0.0f;
         s.dropout.at.seed = 3, s.dropout.at.subsequence = 9;
         s.dropout.at.first_row = 5, s.dropout.at.first_col = 2, s.dropout.at.global_cols = 9;
@@ -458,13 +458,13 @@ static void test_panels(void **state) {
     for (mask = 0; mask < 2; mask++) {
         mt_attention_desc s = shape(1, n, 1, 2, 8, mask);
         mt_tensor qkv = ref_random(n, 32, 0, 1.5f, 0), dout = ref_random(n, 16, 0, 1, 0), out[2], lse[2], dqkv[2];
-        s.bias = ref_filled(n, n, 0, 0.0f);
+        s.bias.value = ref_filled(n, n, 0, 0.0f);
         for (i = 0; i < n; i++)
             for (j = 0; j < n; j++)
-                if (llabs((long long)(i - j)) >= 5) ref_row(s.bias, i)[j] = -INFINITY;
+                if (llabs((long long)(i - j)) >= 5) ref_row(s.bias.value, i)[j] = -INFINITY;
         for (i = 0; i < 2; i++) {
             out[i] = ref_guarded(n, 16, 0), lse[i] = ref_guarded(2, n, 0), dqkv[i] = ref_guarded(n, 32, 0);
-            if (i == 1) s.bias = mt_none(), s.scores.window = 5;
+            if (i == 1) s.bias.value = mt_none(), s.scores.window = 5;
             OK(mt_attention_forward(ref.ctx, &s, qkv, out[i], lse[i]));
             OK(mt_attention_backward(ref.ctx, &s, qkv, out[i], lse[i], dout, dqkv[i]));
         }
@@ -486,8 +486,8 @@ static void test_nan(void **state) {
         mt_attention_desc s = shape(1, n, 1, 1, 8, 0);
         mt_tensor qkv = ref_random(n, 24, 0, 1, 0), dout = ref_random(n, 8, 0, 1, 0), out = ref_guarded(n, 8, 0);
         mt_tensor lse = ref_guarded(1, n, 0), dqkv = ref_guarded(n, 24, 0);
-        s.bias = ref_filled(n, n, 0, 0.0f);
-        memcpy(ref_row(s.bias, 33) + 20, &bits[k], sizeof bits[k]);
+        s.bias.value = ref_filled(n, n, 0, 0.0f);
+        memcpy(ref_row(s.bias.value, 33) + 20, &bits[k], sizeof bits[k]);
         OK(mt_attention_forward(ref.ctx, &s, qkv, out, lse));
         OK(mt_attention_backward(ref.ctx, &s, qkv, out, lse, dout, dqkv));
         for (i = 0; i < n; i++) {
@@ -668,11 +668,11 @@ static void test_padding_is_nan(void **state) {
 
 /* Runs forward and backward. Returns the largest sizes of the arena in *peaks. */
 static void run_on(mt_context *ctx, mt_attention_desc s, tensors *x, size_t *peaks) {
-    mt_tensor dbias = s.dbias;
-    s.dbias = mt_none();
+    mt_tensor dbias = s.bias.grad;
+    s.bias.grad = mt_none();
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_dot_product_attention_forward(ctx, &s, x->q, x->k, x->v, x->out, x->lse));
     peaks[0] = mt_arena_peak(ctx);
-    s.dbias = dbias;
+    s.bias.grad = dbias;
     ASSERT_STATUS(
         ctx, MT_SUCCESS,
         mt_dot_product_attention_backward(ctx, &s, x->q, x->k, x->v, x->out, x->lse, x->dout, x->dq, x->dk, x->dv));
@@ -695,19 +695,19 @@ static void try_threads(mt_attention_desc s, mt_dtype type) {
     static const int numbers[] = {1, 2, 3, 5};
     int64_t t = s.batch * s.seq, n = s.kv_seq ? s.kv_seq : s.seq, heads = s.groups * s.heads_per_group;
     int64_t w = heads * s.head_dim, kw = s.groups * s.head_dim;
-    int64_t rows = mt_max(1, s.bias_batch) * mt_max(1, s.bias_heads) * s.seq;
-    mt_tensor bias = s.bias.data ? s.bias : mt_none();
+    int64_t rows = mt_max(1, s.bias.batch) * mt_max(1, s.bias.heads) * s.seq;
+    mt_tensor bias = s.bias.value.data ? s.bias.value : mt_none();
     tensors x, one;
     size_t i, real[2], meta[2];
     memset(&one, 0, sizeof one);
     x.q = random_of(type, t, w), x.k = random_of(type, s.batch * n, kw), x.v = random_of(type, s.batch * n, kw);
     x.dout = random_of(type, t, w);
-    s.bias = bias;
+    s.bias.value = bias;
     for (i = 0; i < sizeof numbers / sizeof *numbers; i++) {
         mt_context *ctx = test_context(MT_DEVICE_CPU, numbers[i]), *plan = test_context(MT_DEVICE_META, numbers[i]);
         x.out = random_of(type, t, w), x.lse = ref_filled(heads, t, 0, -1.0f);
         x.dq = random_of(type, t, w), x.dk = random_of(type, s.batch * n, kw), x.dv = random_of(type, s.batch * n, kw);
-        s.dbias = x.dbias = bias.data ? ref_filled(rows, n, 0, 0.5f) : mt_none();
+        s.bias.grad = x.dbias = bias.data ? ref_filled(rows, n, 0, 0.5f) : mt_none();
         run_on(plan, s, &x, meta);
         run_on(ctx, s, &x, real);
         assert_memory_equal(real, meta, sizeof real);
@@ -749,8 +749,8 @@ static void test_threads_bias(void **state) {
     (void)state;
     for (i = 0; i < 4; i++) {
         mt_attention_desc s = shape(3, 120, 4, 2, 32, 1);
-        s.bias_batch = i & 1 ? 3 : 1, s.bias_heads = i & 2 ? 9 : 1, s.bias_first_head = i & 2 ? 1 : 0;
-        s.bias = ref_random(s.bias_batch * s.bias_heads * 120, 120, 0, 1, 0);
+        s.bias.batch = i & 1 ? 3 : 1, s.bias.heads = i & 2 ? 9 : 1, s.bias.first_head = i & 2 ? 1 : 0;
+        s.bias.value = ref_random(s.bias.batch * s.bias.heads * 120, 120, 0, 1, 0);
         try_threads(s, MT_F32);
     }
 }
@@ -771,7 +771,7 @@ static void test_bf16_memory(void **state) {
         size_t i;
         for (i = 0; i < sizeof views / sizeof *views; i++) *views[i] = random_of((mt_dtype)type, 500, 64);
         x.lse = ref_guarded(1, 500, 0);
-        s.dbias = mt_none();
+        s.bias.grad = mt_none();
         run_on(ctx, s, &x, peaks[type]);
         mt_context_destroy(ctx);
         ref_release();
@@ -812,15 +812,15 @@ static void test_check(void **state) {
     static const int32_t lengths[] = {3, 4};
     (void)state;
     OK(mt_attention_check(ref.ctx, "f", &s));
-    s.bias = bias, s.bias_heads = 4;
+    s.bias.value = bias, s.bias.heads = 4;
     OK(mt_attention_check(ref.ctx, "f", &s));
-    s.dbias = bias;
+    s.bias.grad = bias;
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "f: dbias [12, 3] and bias [12, 3] overlap", mt_attention_check(ref.ctx, "f", &s));
-    s.dbias = mt_none(), s.bias_heads = 3;
-    ASSERT_REFUSED(MT_ERR_SHAPE, "f: bias_heads is 3", mt_attention_check(ref.ctx, "f", &s));
-    s.bias_heads = 1;
+    s.bias.grad = mt_none(), s.bias.heads = 3;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "f: bias.heads is 3", mt_attention_check(ref.ctx, "f", &s));
+    s.bias.heads = 1;
     ASSERT_REFUSED(MT_ERR_SHAPE, "f: bias is [12, 3], must be [3, 3]", mt_attention_check(ref.ctx, "f", &s));
-    s.bias = mt_none(), s.lengths = lengths;
+    s.bias.value = mt_none(), s.lengths = lengths;
     ASSERT_REFUSED(MT_ERR_DATA, "f: lengths[1] is 4", mt_attention_check(ref.ctx, "f", &s));
     s.lengths = NULL, s.groups = 0;
     ASSERT_REFUSED(MT_ERR_SHAPE, "f: groups is 0, must be at least 1", mt_attention_check(ref.ctx, "f", &s));
@@ -883,20 +883,21 @@ static void test_golden(void **state) {
         s.kv_seq = c->kv_seq, s.scores.window = c->window, s.scores.softcap = c->softcap;
         if (c->alibi) s.scores.alibi = 1, s.alibi_slopes = slopes;
         if (c->documents) s.cu_seqlens = documents, s.documents = 4;
-        s.bias_batch = c->bias_batch, s.bias_heads = c->bias_heads;
-        if (c->mask) s.bias = golden_mask(file, c, seen);
-        else if (c->bias_batch) s.bias = golden(file, c->name, "bias", c->kv_seq);
+        s.bias.batch = c->bias_batch, s.bias.heads = c->bias_heads;
+        if (c->mask) s.bias.value = golden_mask(file, c, seen);
+        else if (c->bias_batch) s.bias.value = golden(file, c->name, "bias", c->kv_seq);
         x.q = golden(file, c->name, "q", 16), x.k = golden(file, c->name, "k", 8);
         x.v = golden(file, c->name, "v", 8), x.dout = golden(file, c->name, "dout", 16);
         x.out = ref_guarded(x.q.rows, 16, 0), x.lse = ref_guarded(4, x.q.rows, 0), x.dq = ref_guarded(x.q.rows, 16, 0);
         x.dk = ref_guarded(x.k.rows, 8, 0), x.dv = ref_guarded(x.k.rows, 8, 0), x.dbias = mt_none();
-        if (c->bias_batch && !c->mask) x.dbias = ref_filled(s.bias.rows, s.bias.cols, 0, 0.0f);
+        if (c->bias_batch && !c->mask) x.dbias = ref_filled(s.bias.value.rows, s.bias.value.cols, 0, 0.0f);
         run(&s, &x);
         ASSERT_CLOSE(x.out, ref_values(golden(file, c->name, "out", 16)), 2e-6, 1e-6);
         ASSERT_CLOSE(x.dq, ref_values(golden(file, c->name, "dq", 16)), 5e-6, 1e-6);
         ASSERT_CLOSE(x.dk, ref_values(golden(file, c->name, "dk", 8)), 5e-6, 1e-6);
         ASSERT_CLOSE(x.dv, ref_values(golden(file, c->name, "dv", 8)), 5e-6, 1e-6);
-        if (x.dbias.data) ASSERT_CLOSE(x.dbias, ref_values(golden(file, c->name, "dbias", s.bias.cols)), 5e-6, 1e-6);
+        if (x.dbias.data)
+            ASSERT_CLOSE(x.dbias, ref_values(golden(file, c->name, "dbias", s.bias.value.cols)), 5e-6, 1e-6);
         ref_release();
     }
     mt_safetensors_close(file);
@@ -944,22 +945,22 @@ static void test_refusals(void **state) {
     ASSERT_REFUSED(MT_ERR_DATA, "cu_seqlens[1] is 13", FORWARD(s));
     s.documents = 0;
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "documents is 0, but cu_seqlens is set", FORWARD(s));
-    s = good, s.bias = ref_filled(6, 5, 0, 0.0f);
+    s = good, s.bias.value = ref_filled(6, 5, 0, 0.0f);
     ASSERT_REFUSED(MT_ERR_SHAPE, "bias is [6, 5], must be [6, 6]", FORWARD(s));
-    s.bias_heads = 3;
-    ASSERT_REFUSED(MT_ERR_SHAPE, "bias_heads is 3, must be 1 or at least bias_first_head 0 + 4 heads", FORWARD(s));
-    s.bias_heads = 6, s.bias_first_head = 3;
-    ASSERT_REFUSED(MT_ERR_SHAPE, "bias_heads is 6, must be 1 or at least bias_first_head 3 + 4 heads", FORWARD(s));
-    s.bias_first_head = INT64_MAX;
-    ASSERT_REFUSED(MT_ERR_SHAPE, "bias_heads is 6, must be 1 or at least bias_first_head 9223372036854775807",
+    s.bias.heads = 3;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "bias.heads is 3, must be 1 or at least bias.first_head 0 + 4 heads", FORWARD(s));
+    s.bias.heads = 6, s.bias.first_head = 3;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "bias.heads is 6, must be 1 or at least bias.first_head 3 + 4 heads", FORWARD(s));
+    s.bias.first_head = INT64_MAX;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "bias.heads is 6, must be 1 or at least bias.first_head 9223372036854775807",
                    FORWARD(s));
-    s.bias_first_head = -1;
-    ASSERT_REFUSED(MT_ERR_SHAPE, "bias_first_head is -1, must be at least 0", BACKWARD(s));
-    s.bias_heads = 1;
-    ASSERT_REFUSED(MT_ERR_SHAPE, "bias_first_head is -1, must be at least 0", FORWARD(s));
-    s.bias_heads = INT64_MIN, s.bias_first_head = 0;
-    ASSERT_REFUSED(MT_ERR_SHAPE, "bias_heads is -9223372036854775808", FORWARD(s));
-    s = good, s.bias = mt_tensor_make(x.out.data, MT_I32, 6, 6);
+    s.bias.first_head = -1;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "bias.first_head is -1, must be at least 0", BACKWARD(s));
+    s.bias.heads = 1;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "bias.first_head is -1, must be at least 0", FORWARD(s));
+    s.bias.heads = INT64_MIN, s.bias.first_head = 0;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "bias.heads is -9223372036854775808", FORWARD(s));
+    s = good, s.bias.value = mt_tensor_make(x.out.data, MT_I32, 6, 6);
     ASSERT_REFUSED(MT_ERR_DTYPE, "bias is i32", FORWARD(s));
     y = x, x.dk = x.dv;
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "dv", BACKWARD(good));
@@ -990,30 +991,30 @@ static void test_dbias_refusals(void **state) {
     ASSERT_REFUSED(status, "mt_attention_backward: " part, FUSED(s));                                                  \
     OK(FORWARD(s));                                                                                                    \
     OK(mt_attention_forward(ref.ctx, &s, qkv, x.out, x.lse))
-    s.dbias = dbias;
-    BOTH_REFUSE(MT_ERR_ARGUMENT, "desc.dbias is given, but desc.bias is mt_none()");
-    s.bias = mt_tensor_make(seen, MT_U8, 6, 6);
-    BOTH_REFUSE(MT_ERR_ARGUMENT, "desc.dbias is given, but desc.bias is a boolean mask");
-    s.bias = bias, s.dbias = ref_filled(5, 6, 0, 0.0f);
+    s.bias.grad = dbias;
+    BOTH_REFUSE(MT_ERR_ARGUMENT, "desc.bias.grad is given, but desc.bias.value is mt_none()");
+    s.bias.value = mt_tensor_make(seen, MT_U8, 6, 6);
+    BOTH_REFUSE(MT_ERR_ARGUMENT, "desc.bias.grad is given, but desc.bias.value is a boolean mask");
+    s.bias.value = bias, s.bias.grad = ref_filled(5, 6, 0, 0.0f);
     BOTH_REFUSE(MT_ERR_SHAPE, "dbias is [5, 6], must be [6, 6]");
-    s.dbias = mt_tensor_make(dbias.data, MT_BF16, 6, 6);
+    s.bias.grad = mt_tensor_make(dbias.data, MT_BF16, 6, 6);
     BOTH_REFUSE(MT_ERR_DTYPE, "dbias is bf16, must be f32");
-    s.dbias = bias;
+    s.bias.grad = bias;
     BOTH_REFUSE(MT_ERR_ARGUMENT, "dbias [6, 6] and bias [6, 6] overlap");
-    s.dbias = mt_tensor_make(x.lse.data, MT_F32, 6, 6);
+    s.bias.grad = mt_tensor_make(x.lse.data, MT_F32, 6, 6);
     BOTH_REFUSE(MT_ERR_ARGUMENT, "dbias [6, 6] and lse [4, 12] overlap");
     all[0] = &x.q, all[1] = &x.k, all[2] = &x.v, all[3] = &x.out, all[4] = &x.dout, all[5] = &x.dq, all[6] = &x.dk;
     all[7] = &x.dv, all[8] = NULL;
     for (i = 0; all[i]; i++) {
-        s.dbias = mt_tensor_make(all[i]->data, MT_F32, 6, 6);
+        s.bias.grad = mt_tensor_make(all[i]->data, MT_F32, 6, 6);
         ASSERT_REFUSED(MT_ERR_ARGUMENT, "dbias [6, 6] and ", BACKWARD(s));
     }
     all[0] = &qkv, all[1] = &x.out, all[2] = &x.dout, all[3] = &dqkv, all[4] = NULL;
     for (i = 0; all[i]; i++) {
-        s.dbias = mt_tensor_make(all[i]->data, MT_F32, 6, 6);
+        s.bias.grad = mt_tensor_make(all[i]->data, MT_F32, 6, 6);
         ASSERT_REFUSED(MT_ERR_ARGUMENT, "dbias [6, 6] and ", FUSED(s));
     }
-    s.dbias = dbias;
+    s.bias.grad = dbias;
     OK(BACKWARD(s));
     OK(FUSED(s));
 #undef BOTH_REFUSE

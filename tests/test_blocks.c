@@ -69,18 +69,18 @@ static void set_bias(block *b) {
     int64_t rows, n;
     int is_mask = b->c->bias == MASK || b->c->bias == FULL_MASK,
         full = b->c->bias == FULL_MASK || b->c->bias == FULL_BIAS;
-    batch->bias_heads = full || b->c->bias == HEAD_BIAS ? block_heads(b) : 1;
-    batch->bias_batch = full ? batch->sequences : 1;
-    rows = batch->bias_batch * batch->bias_heads * batch->seq;
+    batch->bias.heads = full || b->c->bias == HEAD_BIAS ? block_heads(b) : 1;
+    batch->bias.batch = full ? batch->sequences : 1;
+    rows = batch->bias.batch * batch->bias.heads * batch->seq;
     n = rows * batch->seq;
-    batch->attention_bias = mt_tensor_f32(test_noise(b->r, n, 50, 1.0f), rows, batch->seq);
-    batch->attention_dbias = mt_tensor_f32(test_floats(b->r, n, 0.0f), rows, batch->seq);
+    batch->bias.value = mt_tensor_f32(test_noise(b->r, n, 50, 1.0f), rows, batch->seq);
+    batch->bias.grad = mt_tensor_f32(test_floats(b->r, n, 0.0f), rows, batch->seq);
     if (!is_mask) return;
     for (int64_t i = 0; i < n; i++)
         b->mask[i] =
-            i % batch->seq == i / batch->seq % batch->seq || ((const float *)batch->attention_bias.data)[i] > -0.5f;
-    batch->attention_bias = mt_tensor_make(b->mask, MT_U8, rows, batch->seq);
-    batch->attention_dbias = mt_none();
+            i % batch->seq == i / batch->seq % batch->seq || ((const float *)batch->bias.value.data)[i] > -0.5f;
+    batch->bias.value = mt_tensor_make(b->mask, MT_U8, rows, batch->seq);
+    batch->bias.grad = mt_none();
 }
 
 static mt_status block_create(block *b) {
@@ -295,7 +295,7 @@ static mt_status check_block_ledger(const block *b) {
 
 /* The gradient of the bias, summed over the tensor ranks, is that of one rank. */
 static mt_status bias_gradient_against_serial(const block *b, outcome *serial) {
-    mt_tensor d = b->batch.attention_dbias;
+    mt_tensor d = b->batch.bias.grad;
     size_t n = (size_t)(d.rows * d.cols);
     if (!d.data) return MT_SUCCESS;
     CHECK(n <= BIAS_MAX);
@@ -589,11 +589,11 @@ static void test_gradients_are_finite_differences(void **state) {
         d.w = (float *)at.x.data;
         d.g = (const float *)dx.data;
         check_all_directions(&r, d);
-        if (!b.batch.attention_dbias.data) continue;
+        if (!b.batch.bias.grad.data) continue;
         d.what = "bias";
-        d.w = (float *)b.batch.attention_bias.data;
-        d.g = (const float *)b.batch.attention_dbias.data;
-        d.n = b.batch.attention_bias.rows * SMALL_SEQ;
+        d.w = (float *)b.batch.bias.value.data;
+        d.g = (const float *)b.batch.bias.grad.data;
+        d.n = b.batch.bias.value.rows * SMALL_SEQ;
         check_directions(&d);
     }
     test_paper_rank_close(&r);
@@ -1230,11 +1230,11 @@ static void test_shared_bias_gradient_in_invariant_mode(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 7));
     x = mt_tensor_f32(test_noise(&r, 32, 1, 1.0f), 2, 16);
     y = test_tensor(&r, 2, 16, NAN);
-    batch.attention_bias = mt_tensor_f32(test_noise(&r, 4, 2, 1.0f), 2, 2);
-    batch.attention_dbias = test_tensor(&r, 2, 2, 0.0f);
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "attention_dbias in invariant mode|bias_heads 4|it is 0",
+    batch.bias.value = mt_tensor_f32(test_noise(&r, 4, 2, 1.0f), 2, 2);
+    batch.bias.grad = test_tensor(&r, 2, 2, 0.0f);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "bias.grad in invariant mode|bias.heads 4|it is 0",
             mt_self_attention_forward(r.ctx, &a, &batch, x, y, NULL));
-    batch.attention_dbias = mt_none();
+    batch.bias.grad = mt_none();
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_self_attention_forward(r.ctx, &a, &batch, x, y, NULL));
     test_paper_rank_close(&r);
 }
@@ -2076,11 +2076,11 @@ static void test_core_attention_shards(void **state) {
     mt_tensor dout = mt_tensor_f32(test_noise(&r, 8 * 16, 2, 1.0f), 8, 16), lse = test_tensor(&r, 4, 8, 0.0f);
     s.scores.alibi = 1;
     s.alibi_slopes = slopes;
-    s.bias = mt_tensor_f32(test_noise(&r, 7 * 16, 3, 1.0f), 28, 4);
-    s.bias_heads = 7, s.bias_first_head = 2;
+    s.bias.value = mt_tensor_f32(test_noise(&r, 7 * 16, 3, 1.0f), 28, 4);
+    s.bias.heads = 7, s.bias.first_head = 2;
     for (int i = 0; i < 2; i++) {
         memset(dbias[i], 0, sizeof dbias[i]);
-        s.dbias = mt_tensor_f32(dbias[i], 28, 4);
+        s.bias.grad = mt_tensor_f32(dbias[i], 28, 4);
         ASSERT_STATUS(r.ctx, MT_SUCCESS,
                       mt_core_attention_forward(r.ctx, &s, 1 + i, qkv, mt_tensor_f32(out[i], 8, 16), lse));
         ASSERT_STATUS(r.ctx, MT_SUCCESS,
@@ -2530,21 +2530,24 @@ static void batches_are_refused(const block *b, mt_tensor x, mt_tensor y, int ba
                {{.sequences = 2, .seq = 6, .documents = 2}, MT_ERR_ARGUMENT, "documents is 2|cu_seqlens is NULL"},
                {{.sequences = 2, .seq = 6, .cu_seqlens = cut, .documents = 2}, MT_ERR_DATA, "cu_seqlens[2] is 11|12"},
                {{.sequences = 2, .seq = 6, .cu_seqlens = back, .documents = 3}, MT_ERR_DATA, "cu_seqlens[2] is 4"},
-               {{.sequences = 2, .seq = 6, .attention_bias = two}, MT_ERR_SHAPE, "bias is [12, 6], must be [6, 6]"},
-               {{.sequences = 2, .seq = 6, .attention_bias = one, .bias_heads = 2},
+               {{.sequences = 2, .seq = 6, .bias.value = two}, MT_ERR_SHAPE, "bias is [12, 6], must be [6, 6]"},
+               {{.sequences = 2, .seq = 6, .bias.value = one, .bias.heads = 2},
                 MT_ERR_SHAPE,
-                "bias_heads is 2|1 or the 4 heads"},
-               {{.sequences = 2, .seq = 6, .attention_bias = one, .bias_batch = 3}, MT_ERR_SHAPE, "bias_batch is 3"},
-               {{.sequences = 2, .seq = 6, .attention_dbias = one}, MT_ERR_ARGUMENT, "dbias"},
-               {{.sequences = 2, .seq = 6, .attention_bias = bytes, .attention_dbias = one}, MT_ERR_ARGUMENT, "dbias"},
-               {{.sequences = 2, .seq = 6, .attention_bias = one, .attention_dbias = one}, MT_ERR_ARGUMENT, "overlap"},
-               {{.sequences = 2, .seq = 6, .attention_bias = one, .attention_dbias = mt_tensor_f32(x.data, 6, 6)},
+                "bias.heads is 2|1 or the 4 heads"},
+               {{.sequences = 2, .seq = 6, .bias.value = one, .bias.first_head = 1},
                 MT_ERR_ARGUMENT,
-                "attention_dbias|overlap"},
-               {{.sequences = 2, .seq = 6, .attention_bias = one, .attention_dbias = mt_tensor_f32(y.data, 6, 6)},
+                "batch.bias.first_head is 1, must be 0"},
+               {{.sequences = 2, .seq = 6, .bias.value = one, .bias.batch = 3}, MT_ERR_SHAPE, "bias.batch is 3"},
+               {{.sequences = 2, .seq = 6, .bias.grad = one}, MT_ERR_ARGUMENT, "desc.bias.grad"},
+               {{.sequences = 2, .seq = 6, .bias.value = bytes, .bias.grad = one}, MT_ERR_ARGUMENT, "desc.bias.grad"},
+               {{.sequences = 2, .seq = 6, .bias.value = one, .bias.grad = one}, MT_ERR_ARGUMENT, "overlap"},
+               {{.sequences = 2, .seq = 6, .bias.value = one, .bias.grad = mt_tensor_f32(x.data, 6, 6)},
                 MT_ERR_ARGUMENT,
-                "attention_dbias|overlap"},
-               {{.sequences = 2, .seq = 6, .attention_bias = one, .attention_dbias = two},
+                "bias.grad|overlap"},
+               {{.sequences = 2, .seq = 6, .bias.value = one, .bias.grad = mt_tensor_f32(y.data, 6, 6)},
+                MT_ERR_ARGUMENT,
+                "bias.grad|overlap"},
+               {{.sequences = 2, .seq = 6, .bias.value = one, .bias.grad = two},
                 MT_ERR_SHAPE,
                 "dbias is [12, 6], must be [6, 6]"}};
     mt_context *ctx = b->r->ctx;

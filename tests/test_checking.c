@@ -821,19 +821,20 @@ static void test_bias_of_scores(void **state) {
     (void)state;
     test_paper_rank(2, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
     mt_arena_request requests[] = {{&qkv, MT_F32, 4, 12}, {&out, MT_F32, 4, 4},    {&lse, MT_F32, 1, 4},
-                                   {&d, MT_F32, 4, 12},   {&s.bias, MT_F32, 4, 4}, {&s.dbias, MT_F32, 4, 4}};
+                                   {&d, MT_F32, 4, 12},   {&s.bias, MT_F32, 4, 4}, {&s.bias.grad, MT_F32, 4, 4}};
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, requests, 6));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, qkv, MT_SPLIT_COLS));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_attention_forward: nothing has written bias [4, 4]",
             mt_attention_forward(r.ctx, &s, qkv, out, lse));
     for (int rows = 0; rows < 2; rows++) {
-        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, s.bias, rows ? MT_SPLIT_ROWS : MT_REPLICATED));
-        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, s.dbias, 0.0f));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_declare(r.ctx, r.grid.tp, s.bias.value, rows ? MT_SPLIT_ROWS : MT_REPLICATED));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, s.bias.grad, 0.0f));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_attention_forward(r.ctx, &s, qkv, out, lse));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_attention_backward(r.ctx, &s, qkv, out, lse, mt_tensor_cols(qkv, 0, 4), d));
-        check_is(&r, s.dbias, rows ? MT_SPLIT_ROWS : MT_PARTIAL);
+        check_is(&r, s.bias.grad, rows ? MT_SPLIT_ROWS : MT_PARTIAL);
     }
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, s.bias, MT_PARTIAL));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, s.bias.value, MT_PARTIAL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_attention_forward: bias is partial|must be replicated",
             mt_attention_forward(r.ctx, &s, qkv, out, lse));
     test_paper_rank_close(&r);
@@ -848,22 +849,23 @@ static void test_bias_of_own_heads(void **state) {
     (void)state;
     test_paper_rank(2, 1, (mt_grid_desc){.tp = 2}, &meta, &r);
     mt_arena_request requests[] = {{&qkv, MT_F32, 4, 12}, {&out, MT_F32, 4, 4}, {&lse, MT_F32, 1, 4},
-                                   {&d, MT_F32, 4, 12},   {&all, MT_F32, 8, 4}, {&s.dbias, MT_F32, 4, 4}};
+                                   {&d, MT_F32, 4, 12},   {&all, MT_F32, 8, 4}, {&s.bias.grad, MT_F32, 4, 4}};
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, requests, 6));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, qkv, MT_SPLIT_COLS));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, all, MT_REPLICATED));
     dout = mt_tensor_cols(qkv, 0, 4);
-    s.bias = mt_tensor_rows(all, 4, 4);
+    s.bias.value = mt_tensor_rows(all, 4, 4);
     for (int own = 0; own < 2; own++) {
-        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, s.dbias, 0.0f));
-        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_check_view(r.ctx, r.grid.tp, s.bias, own ? MT_SPLIT_ROWS : MT_UNDECLARED));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, s.bias.grad, 0.0f));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_check_view(r.ctx, r.grid.tp, s.bias.value, own ? MT_SPLIT_ROWS : MT_UNDECLARED));
         for (int batch = 0; batch < 2; batch++) { /* the second one adds to dbias */
             ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_attention_forward(r.ctx, &s, qkv, out, lse));
             ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_attention_backward(r.ctx, &s, qkv, out, lse, dout, d));
         }
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_check_view_end(r.ctx, MT_SUCCESS));
-        check_is(&r, s.dbias, own ? MT_SPLIT_ROWS : MT_PARTIAL);
-        check_is(&r, s.bias, MT_REPLICATED);
+        check_is(&r, s.bias.grad, own ? MT_SPLIT_ROWS : MT_PARTIAL);
+        check_is(&r, s.bias.value, MT_REPLICATED);
     }
     test_paper_rank_close(&r);
 }

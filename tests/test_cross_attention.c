@@ -236,10 +236,10 @@ static mt_status golden_bias(const cross *b, const mt_safetensors *file, mt_batc
     float *bias;
     if (strcmp(b->c->name, "biased") != 0) return MT_SUCCESS;
     MT_TRY(golden(b->r, file, b->c->name, "bias", &bias));
-    memory_batch->bias_batch = SEQUENCES;
-    memory_batch->bias_heads = heads;
-    memory_batch->attention_bias = mt_tensor_f32(bias, rows, b->c->keys);
-    memory_batch->attention_dbias = test_tensor(b->r, rows, b->c->keys, 0.0f);
+    memory_batch->bias.batch = SEQUENCES;
+    memory_batch->bias.heads = heads;
+    memory_batch->bias.value = mt_tensor_f32(bias, rows, b->c->keys);
+    memory_batch->bias.grad = test_tensor(b->r, rows, b->c->keys, 0.0f);
     return MT_SUCCESS;
 }
 
@@ -280,7 +280,7 @@ static mt_status golden_case(cross *b, const mt_safetensors *file) {
     MT_TRY(test_near_f32("dx", (const float *)p.dx.data, dx + at, p.y.rows * p.y.cols, 5e-6));
     MT_TRY(test_near_f32("dmemory", (const float *)p.dmemory.data, dmemory + memory_at, p.dmemory.rows * p.dmemory.cols,
                          5e-6));
-    MT_TRY(golden_bias_gradient(b, file, p.memory_batch.attention_dbias));
+    MT_TRY(golden_bias_gradient(b, file, p.memory_batch.bias.grad));
     return golden_params(b, file, 1);
 }
 
@@ -333,10 +333,9 @@ static void test_masks(void **state) {
             bias[k] = bytes[k] ? 0.0f : -INFINITY;
         }
         ASSERT_STATUS(r.ctx, MT_SUCCESS, pass_open(&b, 0, SEQUENCES, &p));
-        p.memory_batch.bias_batch = full ? SEQUENCES : 1;
-        p.memory_batch.bias_heads = full ? 4 : 1;
-        p.memory_batch.attention_bias =
-            boolean ? mt_tensor_make(bytes, MT_U8, rows, 10) : mt_tensor_f32(bias, rows, 10);
+        p.memory_batch.bias.batch = full ? SEQUENCES : 1;
+        p.memory_batch.bias.heads = full ? 4 : 1;
+        p.memory_batch.bias.value = boolean ? mt_tensor_make(bytes, MT_U8, rows, 10) : mt_tensor_f32(bias, rows, 10);
         ASSERT_STATUS(r.ctx, MT_SUCCESS, pass_forward(&b, &p, 1));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, pass_backward(&b, &p));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, record_pass(&b, &p, &want, !boolean, 0));
@@ -1127,9 +1126,9 @@ static void batches_are_refused(const call *from, mt_status (*run)(const call *c
     REFUSED_WITH(MT_ERR_DATA, "memory_batch|lengths[1] is 11|[0, 10]", run, memory_batch.lengths, high);
     REFUSED_WITH(MT_ERR_ARGUMENT, ": batch has cu_seqlens", run, batch.cu_seqlens, cu_seqlens);
     REFUSED_WITH(MT_ERR_ARGUMENT, "memory_batch has cu_seqlens", run, memory_batch.cu_seqlens, cu_seqlens);
-    REFUSED_WITH(MT_ERR_SHAPE, "bias is [10, 6], must be [6, 10]", run, memory_batch.attention_bias,
+    REFUSED_WITH(MT_ERR_SHAPE, "bias is [10, 6], must be [6, 10]", run, memory_batch.bias.value,
                  mt_tensor_f32(bias, 10, 6));
-    REFUSED_WITH(MT_ERR_SHAPE, "memory_batch|bias_heads is 2|1 or the 4 heads", run, memory_batch.bias_heads, 2);
+    REFUSED_WITH(MT_ERR_SHAPE, "memory_batch|bias.heads is 2|1 or the 4 heads", run, memory_batch.bias.heads, 2);
     REFUSED_WITH(MT_ERR_SHAPE, "10", run, batch.seq, 5);
     REFUSED_WITH(MT_ERR_SHAPE, "", run, memory_batch.seq, 9);
 }

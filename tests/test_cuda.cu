@@ -1115,7 +1115,7 @@ enum {
 static void attention_options(int what, mt_attention_desc *s, mt_attention_desc *on_gpu) {
     static const float slopes[] = {0.5f, 0.0f, 1.0f, 0.25f};
     static const int32_t lengths[] = {9, 0}, documents[] = {0, 4, 11, 11, 26}, longer[] = {0, 37, 45, 45, 140};
-    int64_t rows = s->bias_batch * s->bias_heads * s->seq, n = s->kv_seq ? s->kv_seq : s->seq;
+    int64_t rows = s->bias.batch * s->bias.heads * s->seq, n = s->kv_seq ? s->kv_seq : s->seq;
     pair bias = pair_noise(rows, n, odd, 5, 1.0f), seen = pair_of(MT_U8, rows, n, dense), slope = pair_f32(1, 4);
     *on_gpu = *s;
     on_gpu->dropout.at = with_offset(s->dropout.at);
@@ -1130,11 +1130,11 @@ static void attention_options(int what, mt_attention_desc *s, mt_attention_desc 
         s->scores.alibi = on_gpu->scores.alibi = 1;
         s->alibi_slopes = slopes, on_gpu->alibi_slopes = (const float *)slope.gpu.data;
     }
-    if (what & BIAS) s->bias = bias.cpu, on_gpu->bias = bias.gpu;
+    if (what & BIAS) s->bias.value = bias.cpu, on_gpu->bias.value = bias.gpu;
     if (what & SEEN) {
         for (int64_t i = 0; i < rows * n; i++) ((uint8_t *)seen.cpu.data)[i] = i / n != 3 && i * 7 % 11 < 7;
         OK(mt_upload(gpu, seen.cpu.data, seen.gpu));
-        s->bias = seen.cpu, on_gpu->bias = seen.gpu;
+        s->bias.value = seen.cpu, on_gpu->bias.value = seen.gpu;
     }
 }
 
@@ -1153,12 +1153,12 @@ static void dot_product_attention(int what, mt_attention_desc s, int aligned) {
          v = pair_noise(keys, kv_width, odd_or_wide, 3, 1.0f), out = pair_new(tokens, width, dense),
          lse = pair_f32(heads, tokens), dout = pair_noise(tokens, width, odd_or_wide, 4, 1.0f),
          dq = pair_new(tokens, width, odd), dk = pair_new(keys, kv_width, wide), dv = pair_new(keys, kv_width, odd),
-         dbias = what & BIAS ? noise_f32(s.bias_batch * s.bias_heads * s.seq, keys / s.batch, 6, 1.0f) : none();
+         dbias = what & BIAS ? noise_f32(s.bias.batch * s.bias.heads * s.seq, keys / s.batch, 6, 1.0f) : none();
     BOTH(mt_dot_product_attention_forward(cpu, &s, q.cpu, k.cpu, v.cpu, out.cpu, lse.cpu),
          mt_dot_product_attention_forward(gpu, &on_gpu, q.gpu, k.gpu, v.gpu, out.gpu, lse.gpu));
     same("mt_dot_product_attention_forward", out, 5e-6);
     same("lse", lse, 5e-6);
-    s.dbias = dbias.cpu, on_gpu.dbias = dbias.gpu;
+    s.bias.grad = dbias.cpu, on_gpu.bias.grad = dbias.gpu;
     BOTH(mt_dot_product_attention_backward(cpu, &s, q.cpu, k.cpu, v.cpu, out.cpu, lse.cpu, dout.cpu, dq.cpu, dk.cpu,
                                            dv.cpu),
          mt_dot_product_attention_backward(gpu, &on_gpu, q.gpu, k.gpu, v.gpu, out.gpu, lse.gpu, dout.gpu, dq.gpu,
@@ -1193,8 +1193,8 @@ static void test_dot_product_attention(void **state) {
         s.scores.mask = k & 1 ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL;
         s.kv_seq = !(what & KV_SEQ) || what & DOCUMENTS ? 0 : k & 4 ? 9 : 37;
         s.scores.window = what & WINDOW ? 5 : 0;
-        s.bias_batch = k & 4 ? 2 : 1, s.bias_heads = k & 8 ? s.groups * 2 + (k & 2 ? 3 : 0) : 1;
-        s.bias_first_head = k & 2;
+        s.bias.batch = k & 4 ? 2 : 1, s.bias.heads = k & 8 ? s.groups * 2 + (k & 2 ? 3 : 0) : 1;
+        s.bias.first_head = k & 2;
         dot_product_attention(what, s, 0);
         mt_arena_release(cpu, on_cpu);
         mt_arena_release(gpu, on_gpu);
@@ -1230,7 +1230,7 @@ static void test_tiles_of_attention(void **state) {
         s.batch = 2, s.seq = cases[k].seq, s.kv_seq = cases[k].kv_seq;
         s.groups = cases[k].groups, s.heads_per_group = cases[k].per_group, s.head_dim = cases[k].dim;
         s.scores.mask = cases[k].causal ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL, s.scores.window = cases[k].window;
-        s.bias_batch = s.bias_heads = 1;
+        s.bias.batch = s.bias.heads = 1;
         dot_product_attention(cases[k].what, s, (int)(i & 1));
         mt_arena_release(cpu, on_cpu);
         mt_arena_release(gpu, on_gpu);
@@ -1246,12 +1246,12 @@ static void test_fused_bias(void **state) {
         size_t on_cpu = mt_arena_mark(cpu), mark = mt_arena_mark(gpu);
         type = types[i % 3];
         s.batch = 2, s.seq = 11, s.groups = 2, s.heads_per_group = 2, s.head_dim = 16;
-        s.bias_batch = 1 + i / 3 % 2, s.bias_heads = i / 6 ? 6 : 1, s.bias_first_head = i / 6;
+        s.bias.batch = 1 + i / 3 % 2, s.bias.heads = i / 6 ? 6 : 1, s.bias.first_head = i / 6;
         pair qkv = pair_noise(22, 128, odd, 1, 1.0f), out = pair_new(22, 64, dense), lse = pair_f32(4, 22),
              dout = pair_noise(22, 64, wide, 2, 1.0f), dqkv = pair_new(22, 128, odd);
         attention_options(BIAS, &s, &on_gpu);
-        pair dbias = noise_f32(s.bias.rows, 11, 6, 1.0f);
-        s.dbias = dbias.cpu, on_gpu.dbias = dbias.gpu;
+        pair dbias = noise_f32(s.bias.value.rows, 11, 6, 1.0f);
+        s.bias.grad = dbias.cpu, on_gpu.bias.grad = dbias.gpu;
         BOTH(mt_attention_forward(cpu, &s, qkv.cpu, out.cpu, lse.cpu),
              mt_attention_forward(gpu, &on_gpu, qkv.gpu, out.gpu, lse.gpu));
         same("mt_attention_forward", out, 5e-6);

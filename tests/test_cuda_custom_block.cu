@@ -126,13 +126,13 @@ static mt_status keep_gradients(test_rank *r, result *out, int first, int parame
 static mt_status set_bias(test_rank *r, const result *out, int64_t queries, mt_batch *keys) {
     int own = out->bias == OWN_BIAS;
     if (out->bias == NO_BIAS) return MT_SUCCESS;
-    keys->bias_batch = own ? keys->sequences : 1;
-    keys->bias_heads = own ? HEADS : 1;
-    int64_t rows = keys->bias_batch * keys->bias_heads * queries;
-    MT_TRY(mt_arena_tensor(r->ctx, out->dtype, rows, keys->seq, &keys->attention_bias));
-    MT_TRY(mt_arena_tensor(r->ctx, MT_F32, rows, keys->seq, &keys->attention_dbias));
-    MT_TRY(noise(r, 0, 4, keys->attention_bias));
-    return mt_fill(r->ctx, keys->attention_dbias, r->grid.tp_rank == 0 ? 1.0f : 0.0f);
+    keys->bias.batch = own ? keys->sequences : 1;
+    keys->bias.heads = own ? HEADS : 1;
+    int64_t rows = keys->bias.batch * keys->bias.heads * queries;
+    MT_TRY(mt_arena_tensor(r->ctx, out->dtype, rows, keys->seq, &keys->bias.value));
+    MT_TRY(mt_arena_tensor(r->ctx, MT_F32, rows, keys->seq, &keys->bias.grad));
+    MT_TRY(noise(r, 0, 4, keys->bias.value));
+    return mt_fill(r->ctx, keys->bias.grad, r->grid.tp_rank == 0 ? 1.0f : 0.0f);
 }
 
 /* Keeps the gradient of the bias, summed over the ranks, as tensor number i. */
@@ -171,7 +171,7 @@ static mt_status self_attention(test_rank *r, result *out) {
     MT_TRY(keep(r->ctx, out, r->grid.tp_rank, 1, "dx", e.dx));
     MT_TRY(mt_sync_gradients(r->ctx, r->params));
     MT_TRY(keep_gradients(r, out, 2, 4));
-    return keep_bias_gradient(r, out, 6, batch.attention_dbias);
+    return keep_bias_gradient(r, out, 6, batch.bias.grad);
 }
 
 /* Two sequences of queries, and fewer keys, of which the first sequence has one less. With two ranks the only key head
@@ -218,7 +218,7 @@ static mt_status cross_attention(test_rank *r, result *out) {
     MT_TRY(keep(r->ctx, out, rank, 2, "dmemory", dmemory));
     MT_TRY(mt_sync_gradients(r->ctx, r->params));
     MT_TRY(keep_gradients(r, out, 3, 8));
-    return keep_bias_gradient(r, out, 11, memory_batch.attention_dbias);
+    return keep_bias_gradient(r, out, 11, memory_batch.bias.grad);
 }
 
 static mt_status result_rank(mt_comm *world, void *user) {

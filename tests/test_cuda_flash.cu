@@ -747,7 +747,7 @@ static void test_table_of_options(void **state) {
         call k = call_new(&c, 1.0f);
         k.s.kv_seq = cases[i].kv_seq;
         if (cases[i].alibi) k.s.scores.alibi = 1, k.s.alibi_slopes = &slope;
-        if (cases[i].bias) k.s.bias = k.lse; /* not read */
+        if (cases[i].bias) k.s.bias.value = k.lse; /* not read */
         mt_attention_desc s = mti_attention_defaults(&k.s);
         mti_attention a = mti_attention_resolve(gpu, &s, k.out, k.lse);
         mti_attention_fused(&a, k.qkv, mt_none());

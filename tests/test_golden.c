@@ -323,14 +323,14 @@ static void set_scores(rank *r, int64_t from, int64_t count, mt_batch *b) {
         b->documents = find_documents(tokens_of(r, "positions", from), count * r->seq, cu_seqlens);
     }
     if (bias) {
-        b->bias_batch = count;
-        b->bias_heads = integer(g, "heads");
-        b->attention_bias = mt_tensor_f32((const float *)bias->data + from * rows * r->seq, count * rows, r->seq);
-        b->attention_dbias = mt_tensor_f32(r->dbias + from * rows * r->seq, count * rows, r->seq);
+        b->bias.batch = count;
+        b->bias.heads = integer(g, "heads");
+        b->bias.value = mt_tensor_f32((const float *)bias->data + from * rows * r->seq, count * rows, r->seq);
+        b->bias.grad = mt_tensor_f32(r->dbias + from * rows * r->seq, count * rows, r->seq);
     }
     if (!mask) return;
     for (int64_t i = 0; i < r->seq * r->seq; i++) r->mask[i] = (uint8_t)((const int32_t *)mask->data)[i];
-    b->attention_bias = mt_tensor_make(r->mask, MT_U8, r->seq, r->seq);
+    b->bias.value = mt_tensor_make(r->mask, MT_U8, r->seq, r->seq);
 }
 
 /* Sequences [from, from + count) of the global batch. */

@@ -190,9 +190,9 @@ static void call_attention(hostile *h, int64_t a, int64_t b, int64_t c) {
     said(h, mt_rotary_table(h->ctx, 10000.0f, view(h, b, c)));
     s.kv_seq = size_of(h, b);
     s.scores.window = size_of(h, 3);
-    s.bias = maybe(h, view(h, times(times(a, heads), b), s.kv_seq));
-    s.dbias = maybe(h, view32(h, times(times(a, heads), b), s.kv_seq));
-    s.bias_batch = a, s.bias_heads = heads, s.bias_first_head = size_of(h, 0);
+    s.bias.value = maybe(h, view(h, times(times(a, heads), b), s.kv_seq));
+    s.bias.grad = maybe(h, view32(h, times(times(a, heads), b), s.kv_seq));
+    s.bias.batch = a, s.bias.heads = heads, s.bias.first_head = size_of(h, 0);
     int64_t keys = times(a, s.kv_seq), kv_width = times(s.groups, c);
     said(h, mt_dot_product_attention_forward(h->ctx, &s, view(h, tokens, out), view(h, keys, kv_width),
                                              view(h, keys, kv_width), view(h, tokens, out), mt_none()));

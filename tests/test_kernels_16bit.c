@@ -1118,8 +1118,8 @@ static mt_attention_desc dot_product_of(mt_tensor bias) {
     mt_attention_desc s = attention_of(9, 0.2f);
     s.kv_seq = 11;
     s.scores.softcap = 3.0f;
-    s.bias = bias;
-    s.bias_heads = 4;
+    s.bias.value = bias;
+    s.bias.heads = 4;
     return s;
 }
 static mt_status run_dot_product(mt_context *c, const mt_tensor *v) {
@@ -1128,13 +1128,13 @@ static mt_status run_dot_product(mt_context *c, const mt_tensor *v) {
 }
 static mt_status run_dot_product_backward(mt_context *c, const mt_tensor *v) {
     mt_attention_desc s = dot_product_of(v[3]);
-    s.dbias = v[10];
+    s.bias.grad = v[10];
     return mt_dot_product_attention_backward(c, &s, v[0], v[1], v[2], v[4], v[5], v[6], v[7], v[8], v[9]);
 }
 static mt_status run_biased_attention_backward(mt_context *c, const mt_tensor *v) {
     mt_attention_desc s = attention_of(9, 0.2f);
-    s.bias = v[1], s.dbias = v[6];
-    s.bias_heads = 5, s.bias_first_head = 1;
+    s.bias.value = v[1], s.bias.grad = v[6];
+    s.bias.heads = 5, s.bias.first_head = 1;
     return mt_attention_backward(c, &s, v[0], v[3], v[2], v[4], v[5]);
 }
 

@@ -314,9 +314,9 @@ static void test_operators_refuse(void **state) {
     BOTH_REFUSE(MT_ERR_UNSUPPORTED, "kv_seq");
     s.cu_seqlens = cu_seqlens, s.documents = 1;
     BOTH_REFUSE(MT_ERR_UNSUPPORTED, "cu_seqlens");
-    s.bias = c.qkv;
+    s.bias.value = c.qkv;
     BOTH_REFUSE(MT_ERR_UNSUPPORTED, "bias");
-    s.dbias = c.qkv;
+    s.bias.grad = c.qkv;
     BOTH_REFUSE(MT_ERR_UNSUPPORTED, "bias");
     s.scores.window = -1;
     BOTH_REFUSE(MT_ERR_ARGUMENT, "window is -1");
@@ -739,9 +739,9 @@ static void test_blocks_refuse(void **state) {
     REFUSED(r.ctx, MT_ERR_DTYPE, "values|f16", ATTENTION);
     k = cache, batch.cu_seqlens = ends, batch.documents = 1;
     REFUSED(r.ctx, MT_ERR_UNSUPPORTED, "cu_seqlens", ATTENTION);
-    batch.cu_seqlens = NULL, batch.documents = 0, batch.attention_bias = mt_tensor_make(x.data, MT_F32, 2, 2);
+    batch.cu_seqlens = NULL, batch.documents = 0, batch.bias.value = mt_tensor_make(x.data, MT_F32, 2, 2);
     REFUSED(r.ctx, MT_ERR_UNSUPPORTED, "bias", ATTENTION);
-    batch.attention_bias = mt_none(), lengths[0] = 3;
+    batch.bias.value = mt_none(), lengths[0] = 3;
     REFUSED(r.ctx, MT_ERR_DATA, "3 tokens|2 more|4", ATTENTION);
     lengths[0] = 0;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "overlap", mt_self_attention_cached_forward(r.ctx, &a, &batch, &k, x, x));

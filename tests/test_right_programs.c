@@ -823,10 +823,10 @@ static mt_status sequences_with_a_bias(run *r) {
               dbias = zeros(r, HEADS * T, T);
     mt_tensor out = room(r, qkv.rows, HEADS * D), lse = room(r, HEADS, qkv.rows), dqkv = room(r, qkv.rows, qkv.cols);
     mt_attention_desc d = {.batch = 4 / r->ranks, .seq = T, .groups = HEADS, .heads_per_group = 1, .head_dim = D};
-    d.bias = bias;
-    d.dbias = dbias;
-    d.bias_heads = HEADS;
-    d.bias_batch = 1;
+    d.bias.value = bias;
+    d.bias.grad = dbias;
+    d.bias.heads = HEADS;
+    d.bias.batch = 1;
     MT_TRY(mt_attention_forward(r->ctx, &d, qkv, out, lse));
     MT_TRY(mt_attention_backward(r->ctx, &d, qkv, out, lse, given(r, 4 * T, HEADS * D, 'r'), dqkv));
     MT_TRY(sum_of_any(r, dbias));

@@ -164,11 +164,11 @@ static mt_attention_desc scores_of(const call *c, mt_attention_desc d, mt_tensor
         d.dropout.at.first_col = c->at[0] == 'c' ? c->rank * heads : 0;
     }
     if (!bias.data) return d;
-    d.bias = bias;
-    d.dbias = dbias;
-    d.bias_batch = c->variant & BATCH_BIAS ? d.batch : 1;
-    d.bias_heads = bias.rows / d.seq / d.bias_batch;
-    if (d.bias_heads > heads) d.bias_first_head = c->rank * heads;
+    d.bias.value = bias;
+    d.bias.grad = dbias;
+    d.bias.batch = c->variant & BATCH_BIAS ? d.batch : 1;
+    d.bias.heads = bias.rows / d.seq / d.bias.batch;
+    if (d.bias.heads > heads) d.bias.first_head = c->rank * heads;
     return d;
 }
 

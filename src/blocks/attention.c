@@ -36,6 +36,10 @@ static mt_status mti_batch_check(mt_context *ctx, const char *function, const ch
                        function, name, (long long)batch->sequences, (long long)batch->seq, INT32_MAX);
     MT_TRY(mti_batch_field_check(ctx, function, name, "first_sequence", batch->first_sequence, 0,
                                  INT64_MAX / batch->seq - batch->sequences));
+    if (batch->bias.first_head != 0)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: %s.bias.first_head is %lld, must be 0: a batch has the bias of all heads", function, name,
+                       (long long)batch->bias.first_head);
     if (max_seq > 0 && batch->seq > max_seq)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s.seq is %lld, must be at most max_seq %lld", function, name,
                        (long long)batch->seq, (long long)max_seq);
@@ -306,11 +310,8 @@ static void mti_batch_scores(const mt_batch *batch, int64_t first_head, mt_atten
     s->lengths = batch->lengths;
     s->cu_seqlens = batch->cu_seqlens;
     s->documents = batch->documents;
-    s->bias = batch->attention_bias;
-    s->dbias = batch->attention_dbias;
-    s->bias_batch = batch->bias_batch;
-    s->bias_heads = batch->bias_heads;
-    s->bias_first_head = first_head;
+    s->bias = batch->bias;
+    s->bias.first_head = first_head;
 }
 
 /* Returns the desc of a rank that has places for `groups` query groups. all is the number of groups of the model. */
@@ -496,7 +497,7 @@ static mt_attention_desc mti_attention_shard(const mt_attention_desc *whole, int
     *first = mt_min(whole->groups, shard * each);
     s.groups = mt_min(each, whole->groups - *first);
     s.dropout.at.first_col += *first * s.heads_per_group;
-    s.bias_first_head += *first * s.heads_per_group;
+    s.bias.first_head += *first * s.heads_per_group;
     if (s.alibi_slopes) s.alibi_slopes += *first * s.heads_per_group;
     return s;
 }
@@ -802,14 +803,13 @@ static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention 
    same error. */
 static mt_status mti_scores_check(mt_context *ctx, const char *function, const mt_attention_desc *s) {
     int64_t heads = s->groups * s->heads_per_group;
-    if (s->bias_heads > 1 && s->bias_heads != heads)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias_heads is %lld, must be 1 or the %lld heads of the model", function,
-                       (long long)s->bias_heads, (long long)heads);
-    if (mt_context_invariant(ctx) && s->dbias.data && heads > 1 && s->bias_heads != heads)
-        return mt_fail(
-            ctx, MT_ERR_ARGUMENT,
-            "%s: attention_dbias in invariant mode needs bias_heads %lld, the heads of the model; it is %lld", function,
-            (long long)heads, (long long)s->bias_heads);
+    if (s->bias.heads > 1 && s->bias.heads != heads)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias.heads is %lld, must be 1 or the %lld heads of the model", function,
+                       (long long)s->bias.heads, (long long)heads);
+    if (mt_context_invariant(ctx) && s->bias.grad.data && heads > 1 && s->bias.heads != heads)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: bias.grad in invariant mode needs bias.heads %lld, the heads of the model; it is %lld",
+                       function, (long long)heads, (long long)s->bias.heads);
     return mt_attention_check(ctx, function, s);
 }
 
@@ -836,8 +836,8 @@ static mt_status mti_block_check(mt_context *ctx, const char *function, const mt
     MT_TRY(mt_check_param(ctx, function, a->proj.weight));
     MT_TRY(mti_batch_check(ctx, function, "batch", batch, a->rotary.data ? a->desc.max_seq : 0));
     MT_TRY(mti_batch_scores_check(ctx, function, a, batch));
-    MT_TRY(mt_check_apart(ctx, function, "attention_dbias", batch->attention_dbias, in_name, in));
-    MT_TRY(mt_check_apart(ctx, function, "attention_dbias", batch->attention_dbias, out_name, out));
+    MT_TRY(mt_check_apart(ctx, function, "bias.grad", batch->bias.grad, in_name, in));
+    MT_TRY(mt_check_apart(ctx, function, "bias.grad", batch->bias.grad, out_name, out));
     MT_TRY(mti_tokens_check(ctx, function, &a->proj, batch, in_name, in, a->desc.hidden));
     return mti_tokens_check(ctx, function, &a->proj, batch, out_name, out, a->desc.hidden);
 }

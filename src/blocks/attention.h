@@ -88,8 +88,7 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
    computes y from x and the cache, without dropout.
      batch   seq is the number of new tokens of each sequence: 1 for a step of generation, the length of the longest
              prompt for prompts. lengths has the number of valid new tokens of each sequence (NULL: all are valid).
-             cu_seqlens, documents, attention_bias and attention_dbias must not be set (MT_ERR_UNSUPPORTED). Other
-             fields have no effect
+             cu_seqlens, documents and bias must not be set (MT_ERR_UNSUPPORTED). Other fields have no effect
      cache   keys and values are [sequences * n * max_seq, head size], contiguous, in the model's type, where n =
              mt_self_attention_cache_groups; mt_none() when n is 0. In invariant mode the rows of a virtual shard follow
              those of the one before. After its last layer the caller adds the new tokens to lengths

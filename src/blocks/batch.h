@@ -1,7 +1,7 @@
 /* ---- batch and dropout ------------------------------------------------------------------------------------------- */
 
 #pragma once
-#include "../ops/random.h"
+#include "../ops/attention.h"
 
 /* The tokens of one call: `sequences` sequences of `seq` tokens each. All tensor ranks pass the same batch. A dropout
    mask depends on seed, step, layer, and the element's index in the global batch (all sequences of a step). When each
@@ -29,19 +29,15 @@ typedef struct mt_batch {
        numbers (MT_ERR_DATA), a GPU does not. They must not change until backward. NULL: a sequence is one document */
     const int32_t *cu_seqlens;
     int64_t documents; /* must be 0 without cu_seqlens (MT_ERR_ARGUMENT) */
-    /* A bias that is added to the attention scores in every layer, in memory of the context's device:
-       [bias_batch * bias_heads * seq, seq], of a float type, with rows in the order sequence, head, query. In MT_U8 it
-       is a boolean mask instead: a token does not attend to the tokens with 0. bias_batch is 1 or `sequences`, and
-       bias_heads is 1 or the number of query heads of the whole model (MT_ERR_SHAPE); 0 means 1. All tensor ranks pass
-       the whole bias. It must not change until backward. mt_none(): no bias */
-    mt_tensor attention_bias;
-    int64_t bias_batch, bias_heads;
-    /* MT_F32, of the shape of attention_bias, which must be of a float type (MT_ERR_ARGUMENT). Backward adds to it the
-       gradient of the bias. A rank adds the part of its layers, heads and sequences: sum it over the tensor and the
-       pipeline group, and over the data group if data ranks share the bias. It must overlap no other tensor of the call
-       (MT_ERR_ARGUMENT). In invariant mode bias_heads must be the number of heads (MT_ERR_ARGUMENT), and the bits are
-       the same on every tensor split, but not with other numbers of data ranks or stages. mt_none(): no gradient */
-    mt_tensor attention_dbias;
+    /* A bias that is added to the attention scores in every layer, or a boolean mask of them: value is
+       [bias.batch * bias.heads * seq, seq], where bias.batch is 1 or `sequences`, and bias.heads is 1 or the number of
+       query heads of the whole model (MT_ERR_SHAPE). All tensor ranks pass the whole bias. It must not change until
+       backward. A rank adds to bias.grad the part of its layers, heads and sequences: sum it over the tensor and the
+       pipeline group, and over the data group if data ranks share the bias. bias.grad must overlap no other tensor of
+       the call, and needs a value of a float type (MT_ERR_ARGUMENT). In invariant mode it needs bias.heads to be the
+       number of heads (MT_ERR_ARGUMENT), and its bits are the same on every tensor split, but not with other numbers of
+       data ranks or stages */
+    mt_attention_bias bias;
     /* [1, 1], MT_F32, in memory of the device: the gradients of all losses are multiplied by it (see
        mt_step_loss_scale). Backward reads it and, if backward_scale is set, forward, too. mt_none(): 1 */
     mt_tensor loss_scale;

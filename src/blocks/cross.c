@@ -331,11 +331,11 @@ static mt_status mti_cross_saved_check(mt_context *ctx, const char *function, co
     return mt_check_activation(ctx, function, w, "saved.out", s->out, queries, a->proj.local_features);
 }
 
-/* Checks that dx or dmemory overlaps neither what backward reads nor attention_dbias. */
+/* Checks that dx or dmemory overlaps neither what backward reads nor bias.grad. */
 static mt_status mti_cross_apart(mt_context *ctx, const char *function, const mt_cross_attention_saved *saved,
                                  mt_tensor dy, const char *name, mt_tensor d) {
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, name, d));
-    MT_TRY(mt_check_apart(ctx, function, "attention_dbias", saved->memory_batch.attention_dbias, name, d));
+    MT_TRY(mt_check_apart(ctx, function, "bias.grad", saved->memory_batch.bias.grad, name, d));
     MT_TRY(mt_check_apart(ctx, function, "saved.query_in.x", saved->query_in.x, name, d));
     return mt_check_apart(ctx, function, "saved.memory_in.x", saved->memory_in.x, name, d);
 }
@@ -351,7 +351,7 @@ static mt_status mti_cross_backward_check(mt_context *ctx, const char *function,
     if (dmemory.data) MT_TRY(mti_tokens_check(ctx, function, &a->proj, keys, "dmemory", dmemory, a->desc.kv_hidden));
     MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "dy", dy, "dx", dx));
     MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "dy", dy, "dmemory", dmemory));
-    MT_TRY(mt_check_apart(ctx, function, "attention_dbias", keys->attention_dbias, "dy", dy));
+    MT_TRY(mt_check_apart(ctx, function, "bias.grad", keys->bias.grad, "dy", dy));
     MT_TRY(mti_cross_apart(ctx, function, saved, dy, "dx", dx));
     MT_TRY(mti_cross_apart(ctx, function, saved, dy, "dmemory", dmemory));
     MT_TRY(mt_check_apart(ctx, function, "dx", dx, "dmemory", dmemory));

@@ -2,7 +2,6 @@
 
 #pragma once
 #include "batch.h"
-#include "../ops/attention.h"
 #include "../parallel/linear.h"
 
 /* Attention with queries from x, and keys and values from another sequence, `memory`: in the decoder of arXiv
@@ -64,8 +63,8 @@ typedef struct mt_cross_attention_saved {
      lengths                    of memory_batch: the first lengths[i] keys of sequence i are valid. With length 0, core
                                 attention returns zeros. lengths of batch has no effect: padded queries also get a row
                                 of y
-     attention_bias             of memory_batch, with its bias_batch, bias_heads and attention_dbias: the bias or mask
-                                of these scores, [bias_batch * bias_heads * seq of batch, seq of memory_batch]. That
+     bias                       of memory_batch: the bias or mask of these scores, with its gradient. bias.value is
+                                [bias.batch * bias.heads * seq of batch, seq of memory_batch]. That
                                 of batch has no effect
      seed, step, random_offset  of batch select the dropout masks; those of memory_batch have no effect
      cu_seqlens                 must be NULL in both (MT_ERR_ARGUMENT)

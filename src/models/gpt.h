@@ -144,8 +144,8 @@ MT_API mt_status mt_gpt_cache_set_length(mt_context *ctx, const mt_gpt_cache *ca
    once with the prompts (prefill), and then with batch->seq = 1 for each step.
      batch     sequences is that of the cache. seq is the number of new tokens of each sequence. lengths has the number
                of valid new tokens of each sequence, 0 to seq (NULL: all are valid). So prompts may have different
-               lengths, and a sequence with 0 stays as it is. cu_seqlens, documents, attention_bias and attention_dbias
-               must not be set (MT_ERR_UNSUPPORTED). The other fields have no effect
+               lengths, and a sequence with 0 stays as it is. cu_seqlens, documents and bias must not be set
+               (MT_ERR_UNSUPPORTED). The other fields have no effect
      ids       [sequences * seq], as in mt_gpt_logits. Ids after the valid ones must be in [0, vocab). They have no
                effect
      logits    [sequences * seq, vocab] for all new tokens, or [sequences, vocab] for the last valid new token of each

@@ -27,30 +27,30 @@ static mt_status mti_attention_loop(mti_operator *op, mti_attention *a, int back
     return MT_SUCCESS;
 }
 
-/* What an operator of attention requires of desc.bias; `use` adds to MT_ARG_IN. */
+/* What an operator of attention requires of desc.bias.value; `use` adds to MT_ARG_IN. */
 static mt_arg mti_bias_arg(mt_attention_desc *s) {
     mt_arg arg;
     arg.name = "bias";
-    arg.view = &s->bias;
-    arg.rows = s->bias_batch * s->bias_heads * s->seq;
+    arg.view = &s->bias.value;
+    arg.rows = s->bias.batch * s->bias.heads * s->seq;
     arg.cols = s->kv_seq;
-    arg.type = s->bias.dtype == MT_U8 ? MT_ARG_ANY : MT_ARG_FLOAT;
+    arg.type = s->bias.value.dtype == MT_U8 ? MT_ARG_ANY : MT_ARG_FLOAT;
     arg.use = MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS;
     return arg;
 }
 
-/* What backward requires of desc.dbias. */
+/* What backward requires of desc.bias.grad. */
 static mt_arg mti_dbias_arg(mt_attention_desc *s) {
     mt_arg arg = mti_bias_arg(s);
     arg.name = "dbias";
-    arg.view = &s->dbias;
+    arg.view = &s->bias.grad;
     arg.type = MT_ARG_F32;
     arg.use = MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_OPTIONAL;
-    if (s->bias_heads == 1) arg.use |= MT_ARG_SUM; /* over the heads of this call */
+    if (s->bias.heads == 1) arg.use |= MT_ARG_SUM; /* over the heads of this call */
     return arg;
 }
 
-/* Fills *op as mti_operands does. Operand `bias` is desc.bias, and operand `dbias`, if it is not 0, is desc.dbias. */
+/* Fills *op as mti_operands does. Operand `bias` is desc.bias.value, and operand `dbias`, if it is not 0, is desc.bias.grad. */
 static void mti_attention_operands(mti_operator *op, mt_context *ctx, const mti_table *table, mt_tensor *const *views,
                                    mt_attention_desc *s, int bias, int dbias) {
     const int64_t heads = mti_attention_heads(s), out_width = heads * s->head_dim;
@@ -58,7 +58,7 @@ static void mti_attention_operands(mti_operator *op, mt_context *ctx, const mti_
                              mti_attention_width(s),
                              out_width,
                              heads,
-                             s->bias_batch * s->bias_heads * s->seq,
+                             s->bias.batch * s->bias.heads * s->seq,
                              s->kv_seq,
                              s->batch * s->kv_seq,
                              s->groups * s->head_dim};
@@ -67,11 +67,11 @@ static void mti_attention_operands(mti_operator *op, mt_context *ctx, const mti_
     if (dbias) op->args[dbias] = mti_dbias_arg(s);
 }
 
-/* Refuses a desc.dbias without a bias that has a gradient. */
+/* Refuses a desc.bias.grad without a bias that has a gradient. */
 static mt_status mti_expect_dbias(mt_context *ctx, const char *where, const mt_attention_desc *s) {
-    if (!s->dbias.data || (s->bias.data && s->bias.dtype != MT_U8)) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc.dbias is given, but desc.bias is %s", where,
-                   s->bias.data ? "a boolean mask" : "mt_none()");
+    if (!s->bias.grad.data || (s->bias.value.data && s->bias.value.dtype != MT_U8)) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc.bias.grad is given, but desc.bias.value is %s", where,
+                   s->bias.value.data ? "a boolean mask" : "mt_none()");
 }
 
 /* Checks desc and writes it to *s without defaults. A fused tensor has as many keys as queries. */
@@ -150,7 +150,7 @@ MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt
     mt_arg args[] = {mti_bias_arg(&s), mti_dbias_arg(&s)};
     MT_TRY(mti_expect_dbias(ctx, where, &s));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    return mt_check_apart(ctx, where, "dbias", s.dbias, "bias", s.bias);
+    return mt_check_apart(ctx, where, "dbias", s.bias.grad, "bias", s.bias.value);
 }
 
 /* clang-format off */
@@ -202,7 +202,7 @@ MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *
                                       mt_tensor lse) {
     mt_attention_desc s;
     MT_TRY(mti_attention_desc_check(ctx, "mt_attention_forward", desc, 1, &s));
-    mt_tensor *views[] = {&qkv, &out, &lse, &s.bias};
+    mt_tensor *views[] = {&qkv, &out, &lse, &s.bias.value};
     mti_attention a;
     mti_operator op;
     mti_attention_operands(&op, ctx, &mti_attention_forward_table, views, &s, 3, 0);
@@ -220,7 +220,7 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
                                        mt_tensor lse, mt_tensor dout, mt_tensor dqkv) {
     mt_attention_desc s;
     MT_TRY(mti_attention_desc_check(ctx, "mt_attention_backward", desc, 1, &s));
-    mt_tensor *views[] = {&qkv, &s.bias, &lse, &out, &dout, &dqkv, &s.dbias};
+    mt_tensor *views[] = {&qkv, &s.bias.value, &lse, &out, &dout, &dqkv, &s.bias.grad};
     mti_attention a;
     mti_operator op;
     mti_attention_operands(&op, ctx, &mti_attention_backward_table, views, &s, 1, 6);
@@ -270,7 +270,7 @@ MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_atte
                                                   mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse) {
     mt_attention_desc s;
     MT_TRY(mti_attention_desc_check(ctx, "mt_dot_product_attention_forward", desc, 0, &s));
-    mt_tensor *views[] = {&q, &k, &v, &out, &lse, &s.bias};
+    mt_tensor *views[] = {&q, &k, &v, &out, &lse, &s.bias.value};
     mti_attention a;
     mti_operator op;
     mti_attention_operands(&op, ctx, &mti_dot_product_attention_forward_table, views, &s, 5, 0);
@@ -289,7 +289,7 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
                                                    mt_tensor dout, mt_tensor dq, mt_tensor dk, mt_tensor dv) {
     mt_attention_desc s;
     MT_TRY(mti_attention_desc_check(ctx, "mt_dot_product_attention_backward", desc, 0, &s));
-    mt_tensor *views[] = {&q, &k, &v, &s.bias, &lse, &out, &dout, &dq, &dk, &dv, &s.dbias};
+    mt_tensor *views[] = {&q, &k, &v, &s.bias.value, &lse, &out, &dout, &dq, &dk, &dv, &s.bias.grad};
     mti_attention a;
     mti_operator op;
     mti_attention_operands(&op, ctx, &mti_dot_product_attention_backward_table, views, &s, 3, 10);

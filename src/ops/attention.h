@@ -59,6 +59,20 @@ typedef struct mt_scores_desc {
     float scale; /* factor of the products of queries and keys; MT_ZERO: 0; 0: 1 / sqrt(features of a head) */
 } mt_scores_desc;
 
+/* A bias that is added to the scores of attention, or a boolean mask of them, on the context's device. All fields may
+   be 0: no bias. With `seq` queries and `kv_seq` keys in a sequence, value is [batch * heads * seq, kv_seq], and head a
+   of a call reads head first_head + a of it, so it may hold the heads of all tensor ranks. The value for sequence b,
+   head a and query i is in row (b * heads + first_head + a) * seq + i. An index that is shared counts as 0 there. */
+typedef struct mt_attention_bias {
+    /* Of a float type; -INFINITY masks a key. In MT_U8 it is a boolean mask: a query does not see the keys with 0.
+       mt_none(), or a view of zeros as in a zero-initialised desc: no bias */
+    mt_tensor value;
+    mt_tensor grad;     /* optional, MT_F32, of the shape of value: backward adds the gradient of the bias to it */
+    int64_t batch;      /* 1: all sequences share the bias; otherwise the number of sequences; 0: 1 */
+    int64_t heads;      /* 1: all heads share the bias; otherwise the number of heads in it; 0: 1 */
+    int64_t first_head; /* must be 0 in mt_batch, whose bias has the heads of the whole model (MT_ERR_ARGUMENT) */
+} mt_attention_bias;
+
 /* The sizes and options of scaled dot-product attention. Query heads form `groups` query groups. A group has
    heads_per_group query heads that share one key/value head. heads_per_group is 1 for MHA and more for GQA (arXiv
    2305.13245); groups is 1 for MQA.
@@ -94,24 +108,14 @@ typedef struct mt_attention_desc {
        mt_rotary_forward and mt_rotary_backward read it, too */
     const int32_t *cu_seqlens;
     int64_t documents;
-    /* A bias that is added to the scores: [bias_batch * bias_heads * seq, kv_seq], of a float type. In MT_U8 it is a
-       boolean mask instead: a query does not see the keys with 0. -INFINITY masks a key. mt_none(), or a view of zeros
-       as in a zero-initialised desc: no bias.
-       bias_batch is 1 (all sequences share the bias) or batch. bias_heads is the number of heads in the bias. With 1,
-       all heads share it. Otherwise head a of this call reads head bias_first_head + a, so the bias may hold the heads
-       of all tensor ranks. 0 means 1. The value for sequence b, head a and query i is in row
-       (b * bias_heads + bias_first_head + a) * seq + i. An index that is shared counts as 0 there. Error: MT_ERR_SHAPE
-       (bias_heads is too small, or bias_first_head is negative) */
-    mt_tensor bias;
-    mt_tensor dbias; /* optional, MT_F32, of the shape of bias: backward adds the gradient of the bias to it */
-    int64_t bias_batch, bias_heads, bias_first_head;
+    mt_attention_bias bias; /* or a boolean mask; it is added to the scores */
 } mt_attention_desc;
 
 /* forward:  out [batch * seq, heads * head_dim] = dropout(softmax(scale * q k^T, masked)) v, with heads =
              groups * heads_per_group. lse [heads, batch * seq] = the log of the sum of exponentials of the scaled
              scores. It is optional: only backward needs it.
-   backward: dqkv = the gradient of qkv, of the same shape, and desc->dbias (optional) += the gradient of the bias. It
-             takes the out and lse of forward and computes the probabilities again. dout must not overlap out.
+   backward: dqkv = the gradient of qkv, of the same shape, and desc->bias.grad (optional) += the gradient of the bias.
+             It takes the out and lse of forward and computes the probabilities again. dout must not overlap out.
    Scratch memory grows linearly with seq. On GPUs from sm_80 on, bf16 and f16 with head_dim 64, 96 or 128 use tensor
    cores, if nvcc compiled the program for such a GPU (-arch=native). They skip tiles of keys that no query of a block
    sees, so a window or short documents make them faster. Other calls use a slower kernel without tensor cores, also
@@ -126,9 +130,9 @@ typedef struct mt_attention_desc {
    computed in f32, and denormal bf16 numbers count as 0. A NaN or infinity in a row can reach the results of 31
    neighbouring rows that do not see it. Other calls on a CPU compute in f32. mt_kv_cache_attention does the same for
    more than MT_KV_DECODE_QUERIES queries, and in invariant mode.
-   Forward does not read desc->dbias. Backward changes only the rows of this call's heads in it. Errors: MT_ERR_ARGUMENT
-   (in backward: dbias overlaps another tensor of the call, or the bias is missing or is a boolean mask),
-   MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535 heads or sequences). */
+   Forward does not read desc->bias.grad. Backward changes only the rows of this call's heads in it. Errors:
+   MT_ERR_ARGUMENT (in backward: bias.grad overlaps another tensor of the call, or the bias is missing or is a boolean
+   mask), MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535 heads or sequences). */
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
                                       mt_tensor lse);
 MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
@@ -140,8 +144,8 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
      k, v, dk, dv  [batch * kv_seq, groups * head_dim], in the same way
      out, lse      as in mt_attention_forward: [batch * seq, heads * head_dim] and [heads, batch * seq]
    A query that sees no key has out = 0 and lse = -INFINITY, and adds nothing to the gradients. backward overwrites dq,
-   dk and dv, and adds to desc->dbias. MT_ERR_ARGUMENT: out of forward, or dq, dk or dv, overlaps another tensor of the
-   call. Other errors are those of mt_attention_forward and mt_attention_backward. */
+   dk and dv, and adds to desc->bias.grad. MT_ERR_ARGUMENT: out of forward, or dq, dk or dv, overlaps another tensor
+   of the call. Other errors are those of mt_attention_forward and mt_attention_backward. */
 MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
                                                   mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse);
 MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,

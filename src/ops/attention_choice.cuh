@@ -33,7 +33,7 @@ static int mti_flash_needs_spans(const mt_attention_desc *s) {
 /* Whether the kernels know everything that changes a score. With a soft cap they multiply by scale / softcap, and by
    softcap / ln 2, which must be finite. */
 static int mti_flash_fits_scores(const mt_attention_desc *s) {
-    return s->kv_seq == s->seq && !s->alibi_slopes && !s->bias.data &&
+    return s->kv_seq == s->seq && !s->alibi_slopes && !s->bias.value.data &&
            (s->scores.softcap == 0.0f || (s->scores.softcap < 1e30f && s->scores.scale / s->scores.softcap < 1e30f));
 }
 
@@ -137,8 +137,8 @@ static mt_status mti_plain_run_backward(const mti_attention *a) {
     MT_TRY(s->head_dim <= 64    ? mti_plain_backward<2>(a, name, p)
            : s->head_dim <= 128 ? mti_plain_backward<4>(a, name, p)
                                 : mti_plain_backward<8>(a, name, p));
-    if (!s->dbias.data) return MT_SUCCESS;
-    return mti_plain_launch(a, name, mti_plain_dbias_kernel, s->seq, s->bias_heads > 1 ? heads : 1, s->bias_batch, p);
+    if (!s->bias.grad.data) return MT_SUCCESS;
+    return mti_plain_launch(a, name, mti_plain_dbias_kernel, s->seq, s->bias.heads > 1 ? heads : 1, s->bias.batch, p);
 }
 
 /* The kernels of attention on a GPU. The first row that fits a call runs it, forward and backward. To add a kernel, add

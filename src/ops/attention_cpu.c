@@ -204,12 +204,12 @@ static void mti_attention_change_row(const mti_attention *a, const mti_head *h, 
     float room[MTI_KEYS];
     if (s->scores.softcap > 0.0f) mti_attention_cap_row(s->scores.softcap, x, slopes, n);
     if (s->alibi_slopes) mti_attention_alibi_row(s->alibi_slopes[h->head], i + s->kv_seq - s->seq, first, x, n);
-    if (!s->bias.data) return;
-    if (s->bias.dtype == MT_U8) {
-        const uint8_t *seen = (const uint8_t *)s->bias.data + row * mt_tensor_ld(s->bias) + first;
+    if (!s->bias.value.data) return;
+    if (s->bias.value.dtype == MT_U8) {
+        const uint8_t *seen = (const uint8_t *)s->bias.value.data + row * mt_tensor_ld(s->bias.value) + first;
         for (j = 0; j < n; j++)
             if (!seen[j]) x[j] = -(float)INFINITY;
-    } else mti_row_add(x, mti_row(mti_f32_read(s->bias, row, 1, first, n, room), 0), x, n);
+    } else mti_row_add(x, mti_row(mti_f32_read(s->bias.value, row, 1, first, n, room), 0), x, n);
 }
 
 /* The global element number of the probability of query i and key 0. */
@@ -447,8 +447,8 @@ static void mti_scores_backward_row(const mti_attention *a, const mti_head *h, i
     mti_span_pad(p, seen, 0.0f);
     mti_span_pad(d, seen, 0.0f);
     if (s->dropout.p > 0.0f) mti_attention_drop_row(factors, x, n);
-    if (s->dbias.data) {
-        dbias = mti_at(s->dbias, mti_bias_row(s, h->batch, h->head, i), first);
+    if (s->bias.grad.data) {
+        dbias = mti_at(s->bias.grad, mti_bias_row(s, h->batch, h->head, i), first);
         mti_row_add(dbias, dx, dbias, n);
     }
     for (j = 0; s->scores.softcap > 0.0f && j < n; j++) dx[j] *= slopes[j];
@@ -568,9 +568,9 @@ static void mti_attention_backward_group(const mti_attention *a, int64_t batch, 
 
 /* The number of neighbouring items of backward that add to the same elements of dbias. One thread computes them. */
 static int64_t mti_dbias_items(const mt_attention_desc *s) {
-    if (!s->dbias.data) return 1;
-    if (s->bias_heads > 1) return s->bias_batch > 1 ? 1 : s->batch;
-    return s->bias_batch > 1 ? s->groups : s->batch * s->groups;
+    if (!s->bias.grad.data) return 1;
+    if (s->bias.heads > 1) return s->bias.batch > 1 ? 1 : s->batch;
+    return s->bias.batch > 1 ? s->groups : s->batch * s->groups;
 }
 
 /* An item is a group of a sequence. Those that share a row of dbias have neighbouring numbers. */
@@ -580,7 +580,7 @@ static void mti_cpu_attention_backward(void *data, int thread, int64_t first, in
     int64_t i;
     if (a.tiles) mti_tiles_begin();
     for (i = first; i < last; i++) {
-        if (s->bias_heads > 1) mti_attention_backward_group(&a, i % s->batch, i / s->batch);
+        if (s->bias.heads > 1) mti_attention_backward_group(&a, i % s->batch, i / s->batch);
         else mti_attention_backward_group(&a, i / s->groups, i % s->groups);
     }
     if (a.tiles) mti_tiles_end();

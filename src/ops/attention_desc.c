@@ -60,8 +60,8 @@ static mt_attention_desc mti_attention_defaults(const mt_attention_desc *desc) {
     mt_attention_desc s = *desc;
     if (s.kv_seq == 0) s.kv_seq = s.seq;
     s.scores.window = mt_min(s.scores.window, s.seq + s.kv_seq); /* hides nothing; a larger one could overflow below */
-    if (s.bias_batch == 0) s.bias_batch = 1;
-    if (s.bias_heads == 0) s.bias_heads = 1;
+    if (s.bias.batch == 0) s.bias.batch = 1;
+    if (s.bias.heads == 0) s.bias.heads = 1;
     s.scores.scale = mt_or_default(s.scores.scale, (float)(1.0 / sqrt((double)s.head_dim)));
     return s;
 }
@@ -106,20 +106,20 @@ static mt_status mti_expect_documents(mt_context *ctx, const char *where, const 
 /* Checks the fields of the bias, except the shapes of its views. */
 static mt_status mti_expect_bias(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     int64_t heads = mti_attention_heads(s);
-    if (s->bias_batch != 1 && s->bias_batch != s->batch)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias_batch is %lld, must be 1 or %lld", where, (long long)s->bias_batch,
+    if (s->bias.batch != 1 && s->bias.batch != s->batch)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias.batch is %lld, must be 1 or %lld", where, (long long)s->bias.batch,
                        (long long)s->batch);
-    MT_TRY(mt_check_size(ctx, where, NULL, "bias_first_head", s->bias_first_head, 0, INT64_MAX));
-    if (s->bias_heads != 1 && (s->bias_heads < heads || s->bias_first_head > s->bias_heads - heads))
+    MT_TRY(mt_check_size(ctx, where, NULL, "bias.first_head", s->bias.first_head, 0, INT64_MAX));
+    if (s->bias.heads != 1 && (s->bias.heads < heads || s->bias.first_head > s->bias.heads - heads))
         return mt_fail(ctx, MT_ERR_SHAPE,
-                       "%s: bias_heads is %lld, must be 1 or at least bias_first_head %lld + %lld heads", where,
-                       (long long)s->bias_heads, (long long)s->bias_first_head, (long long)heads);
-    if (mt_size_mul(mt_size_mul(mt_size_mul(s->bias_batch, s->bias_heads), s->seq), s->kv_seq) < 0)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias_batch %lld, bias_heads %lld, seq %lld: a bias has too many rows",
-                       where, (long long)s->bias_batch, (long long)s->bias_heads, (long long)s->seq);
-    if (s->bias.data && s->bias.dtype != MT_U8 && !mt_dtype_is_float(s->bias.dtype))
+                       "%s: bias.heads is %lld, must be 1 or at least bias.first_head %lld + %lld heads", where,
+                       (long long)s->bias.heads, (long long)s->bias.first_head, (long long)heads);
+    if (mt_size_mul(mt_size_mul(mt_size_mul(s->bias.batch, s->bias.heads), s->seq), s->kv_seq) < 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias.batch %lld, bias.heads %lld, seq %lld: a bias has too many rows",
+                       where, (long long)s->bias.batch, (long long)s->bias.heads, (long long)s->seq);
+    if (s->bias.value.data && s->bias.value.dtype != MT_U8 && !mt_dtype_is_float(s->bias.value.dtype))
         return mt_fail(ctx, MT_ERR_DTYPE, "%s: bias is %s, must be f32, bf16 or f16, or u8 for a mask", where,
-                       mt_dtype_name(s->bias.dtype));
+                       mt_dtype_name(s->bias.value.dtype));
     return MT_SUCCESS;
 }
 
@@ -223,10 +223,10 @@ MT_INLINE MT_HOST_DEVICE mti_span mti_queries_of(const mt_attention_desc *s, int
     return s->scores.window > 0 ? mti_span_of_both(all, i - s->scores.window + 1, i + s->scores.window) : all;
 }
 
-/* The row of desc.bias and desc.dbias for query i of a head of sequence b. */
+/* The row of desc.bias.value and desc.bias.grad for query i of a head of sequence b. */
 MT_INLINE MT_HOST_DEVICE int64_t mti_bias_row(const mt_attention_desc *s, int64_t b, int64_t head, int64_t i) {
-    int64_t sequence = s->bias_batch > 1 ? b : 0, of_head = s->bias_heads > 1 ? s->bias_first_head + head : 0;
-    return (sequence * s->bias_heads + of_head) * s->seq + i;
+    int64_t sequence = s->bias.batch > 1 ? b : 0, of_head = s->bias.heads > 1 ? s->bias.first_head + head : 0;
+    return (sequence * s->bias.heads + of_head) * s->seq + i;
 }
 
 /* A CPU computes the scores of MTI_QUERIES queries and MTI_KEYS keys at a time, a block that stays in L2. Both are

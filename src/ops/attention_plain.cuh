@@ -566,14 +566,14 @@ static __global__ void __launch_bounds__(T::Threads, T::Blocks) mti_plain_dkv_ke
 
 /* A warp owns a row of the bias, without shared memory or a barrier, and a lane every 32nd element of it. The lane adds
    the gradients of the scores of all sequences and heads that share the element, in their order. The grid is queries x
-   heads of this call x bias_batch. If heads share the bias, it has one of them, which stands for all. */
+   heads of this call x bias.batch. If heads share the bias, it has one of them, which stands for all. */
 static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS, 4) mti_plain_dbias_kernel(mti_plain p) {
     int64_t first_b, first_head, i, lane = threadIdx.x & 31, heads = p.s.groups * p.s.heads_per_group;
     float s[1][1], g[1][1];
     if (!mti_plain_row(p.s.seq, &first_b, &first_head, &i)) return;
     int64_t row = mti_bias_row(&p.s, first_b, first_head, i);
-    int64_t end_b = p.s.bias_batch > 1 ? first_b + 1 : p.s.batch,
-            end_head = p.s.bias_heads > 1 ? first_head + 1 : heads;
+    int64_t end_b = p.s.bias.batch > 1 ? first_b + 1 : p.s.batch,
+            end_head = p.s.bias.heads > 1 ? first_head + 1 : heads;
     for (int64_t j = lane; j < p.s.kv_seq; j += 32) {
         float sum = 0.0f;
         for (int64_t b = first_b; b < end_b; b++) {
@@ -614,8 +614,8 @@ static mti_plain mti_plain_of(const mti_attention *a) {
     p.dq = mti_view_of(a->dq);
     p.dk = mti_view_of(a->dk);
     p.dv = mti_view_of(a->dv);
-    p.bias = mti_view_of(a->desc.bias);
-    p.dbias = mti_view_of(a->desc.dbias);
+    p.bias = mti_view_of(a->desc.bias.value);
+    p.dbias = mti_view_of(a->desc.bias.grad);
     p.q_step = a->q_step;
     p.kv_step = a->kv_step;
     p.value = mti_elements_between(a->k, a->v);

@@ -34,7 +34,7 @@ static mt_status mti_kv_expect_options(mt_context *ctx, const char *where, const
     if (s->dropout.p != 0.0f) field = "dropout";
     if (s->kv_seq != 0) field = "kv_seq";
     if (s->cu_seqlens || s->documents != 0) field = "cu_seqlens";
-    if (s->bias.data || s->dbias.data) field = "a bias";
+    if (s->bias.value.data || s->bias.grad.data) field = "a bias";
     if (!field) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: %s cannot be used with a key/value cache", where, field);
 }
