@@ -10822,7 +10822,8 @@ static mt_arg mti_dbias_arg(mt_attention_desc *s) {
     return arg;
 }
 
-/* Fills *op as mti_operands does. Operand `bias` is desc.bias.value, and operand `dbias`, if it is not 0, is desc.bias.grad. */
+/* Fills *op as mti_operands does. Operand `bias` is desc.bias.value, and operand `dbias`, if it is not 0, is
+   desc.bias.grad. */
 static void mti_attention_operands(mti_operator *op, mt_context *ctx, const mti_table *table, mt_tensor *const *views,
                                    mt_attention_desc *s, int bias, int dbias) {
     const int64_t heads = mti_attention_heads(s), out_width = heads * s->head_dim;

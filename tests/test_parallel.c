@@ -1281,7 +1281,7 @@ static void test_cross_entropy_on_every_split(void **state) {
     for (size_t i = 0; i < SPLITS; i++) test_launch(splits[i], loss_rank, cases);
 }
 
-/* ---- softmax over a vocabulary that is split ---------------------------------------------------------------------- */
+/* ---- softmax over a vocabulary that is split --------------------------------------------------------------------- */
 
 typedef struct softmax_case {
     int64_t vocab, padded;
