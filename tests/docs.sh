@@ -114,29 +114,15 @@ checking_fragments() {
     return 1
 }
 
-# docs/checking.md has every rule of mt_kernels.cuh, beside the name of its operator if it is in its table. The rule
-# `products` is that of no call: it finds out why one was refused.
+# docs/checking.md has the table of rules that tools/rules.sh prints, which knows every array of rules in src/ops/.
 checking_rules() {
-    tr -s '\n ' ' ' <mt_kernels.cuh | sed 's/mt_rule products = [^;]*;//' |
-        grep -oE '(\{"mt_[a-z_]+", )?\{"[a-z0-9() ]+", "[RrcP* -]+", (NULL|"[rcRP* ]+")\}' |
-        sed -E 's/\([a-z]*\)//g' |
-        sed -E 's/^\{"(mt_[a-z_]+)", \{"/`\1` | /; s/^\{"/| /; s/", (NULL|"([^"]*)")\}$/ | \2/; s/", "/ | /
-            s/$/ |/; s/ \|  \|$/ |/; s/^`/| `/; s/^\| `mt_(download|gemm)` \|/|/' >"$work/rules.txt"
-    [ "$(wc -l <"$work/rules.txt")" -gt 40 ] || { echo "too few rules found"; return 1; }
-    [ "$(grep -c '^| `mt_' "$work/rules.txt")" -gt 40 ] || { echo "too few names found"; return 1; }
-    while IFS= read -r rule; do
-        grep -qF -e "$rule" docs/checking.md || { echo "missing: $rule"; return 1; }
-    done <"$work/rules.txt"
-}
-
-# tests/test_rules.c tries each operator of the tables in docs/checking.md.
-checking_tried() {
-    sed -n '/^## Rules$/,/^Communication changes/p' docs/checking.md | grep -oE '^(\| )?`mt_[a-z_]+`' |
-        grep -oE 'mt_[a-z_]+' | sort -u >"$work/operators.txt"
-    [ "$(wc -l <"$work/operators.txt")" -gt 40 ] || { echo "too few operators found"; return 1; }
-    while IFS= read -r operator; do
-        grep -qF "\"$operator\", TENSOR" tests/test_rules.c || { echo "not tried: $operator"; return 1; }
-    done <"$work/operators.txt"
+    for rules in $(sed -n 's/^static const mt_rule \(mti_[a-z_]*\)\[.*/\1/p' src/ops/*.c); do
+        grep -q "&$rules\[" tools/rules.c || { echo "tools/rules.c does not have $rules"; return 1; }
+    done
+    CC=$CC sh tools/rules.sh >"$work/rules.txt" || return 1
+    [ "$(grep -c '^| `mt_' "$work/rules.txt")" -gt 50 ] || { echo "too few rules found"; return 1; }
+    sed -n '/^<!-- rules -->$/,/^<!-- end -->$/p' docs/checking.md | sed '1d;$d' | diff - "$work/rules.txt" ||
+        { echo "sh tools/rules.sh --write writes the table of docs/checking.md"; return 1; }
 }
 
 # The table of communication in docs/checking.md has every region function, collective and message of mt_comm.h.
@@ -222,8 +208,7 @@ check "the program of docs/many-ranks.md with a transport of its own learns" tra
 check "the program of docs/checking.md prints what the page says" checking_program
 check "the program of docs/checking.md that compares values prints what the page says" comparing_program
 check "the fragments of docs/checking.md work in its program" checking_fragments
-check "docs/checking.md has every rule of mt_kernels.cuh" checking_rules
-check "tests/test_rules.c tries each operator with a rule" checking_tried
+check "docs/checking.md has the rules of the tables of operators" checking_rules
 check "docs/checking.md has every function of mt_comm.h that communicates" checking_communication
 # The page "step by step" at the head of megatron.h, with a blank for each line break.
 steps() {

@@ -26,8 +26,8 @@ typedef struct mti_operand {
     const char *apart;
 } mti_operand;
 
-/* An operator. Its checks, its messages, its rule for check mode and its entry in a trace come from this table; the
-   rows of docs/checking.md must be the same. If the first operand is empty, the operator does nothing: the operand that
+/* An operator. Its checks, its messages, its rule for check mode, its row in docs/checking.md (tools/rules.sh) and
+   its entry in a trace come from this table. If the first operand is empty, the operator does nothing: the operand that
    says whether there is work, such as y before x, comes first. */
 typedef struct mti_table {
     const char *name; /* of the public function */
