@@ -1,16 +1,15 @@
-/* test_operators.c - operators by their tables: an entry here is a test of an operator.
+/* test_operators.c - operators by their tables.
 
-   For each entry, with the shapes, types and overlaps of its table (src/ops/operator.c): values against a definition in
-   double precision, also in rows with gaps; bf16 and f16 give the result of f32, rounded once; any number of threads
-   gives the same bits; an empty first operand is no error; and each wrong operand is refused, by name, and changes
-   nothing: another shape or type, no data, an odd address, an overlap.
+   For each entry of mt_test_operators.h, with the shapes, types and overlaps of its table (src/ops/operator.c): values
+   against a definition in double precision, also in rows with gaps; bf16 and f16 give the result of f32, rounded once;
+   any number of threads gives the same bits; an empty first operand is no error; and each wrong operand is refused, by
+   name, and changes nothing: another shape or type, no data, an odd address, an overlap.
    test_cuda_operators.cu runs the same entries on a GPU. tests/test_rules.c tests the rules. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_kernels.cuh"
 #include "mt_test.h"
-
-#include <math.h>
+#include "mt_test_operators.h"
 
 #if defined(OPERATORS_ON_GPU)
 #define DEVICE MT_DEVICE_CUDA
@@ -20,182 +19,12 @@
 
 enum { MOST = 4096, SPARE = 3 };
 
-typedef struct entry {
-    const mti_table *table;
-    const char *what; /* of the variant */
-    mt_status (*run)(mt_context *ctx, const mt_tensor *v);
-    /* Computes the outputs from the operands, in double: x[operand][row * cols + column], 0 where one is left out. */
-    void (*define)(double *const *x, const int64_t *rows, const int64_t *cols);
-    const char *left_out; /* optional operands, with spaces around each */
-    const char *unread;   /* the same, operands of the table that this variant only writes */
-    double tolerance;     /* of f32, relative to 1 or to the value if it is larger */
-    const char *positive; /* as unread, operands whose numbers are above 0; NULL: none */
-} entry;
-
-/* ---- entries ----------------------------------------------------------------------------------------------------- */
-
-static mt_status run_scale_add(mt_context *ctx, const mt_tensor *v) {
-    return mt_scale_add(ctx, 0.75f, v[2], v[1], -1.5f, v[3], v[0]);
-}
-static mt_status run_scale(mt_context *ctx, const mt_tensor *v) {
-    return mt_scale_add(ctx, 0.75f, v[2], v[1], 0.0f, v[3], v[0]);
-}
-static void define_scale_add(double *const *x, const int64_t *rows, const int64_t *cols) {
-    double a = 0.75 * (x[2] ? x[2][0] : 1.0), b = -1.5 * (x[3] ? x[3][0] : 1.0);
-    for (int64_t i = 0; i < rows[0] * cols[0]; i++) x[0][i] = a * x[1][i] + b * x[0][i];
-}
-static void define_scale(double *const *x, const int64_t *rows, const int64_t *cols) {
-    double a = 0.75 * (x[2] ? x[2][0] : 1.0);
-    for (int64_t i = 0; i < rows[0] * cols[0]; i++) x[0][i] = a * x[1][i];
-}
-
-/* Softmax. A shard has the columns FIRST to 2 * FIRST + 25 of a row of VOCAB columns: those behind are padding. */
-enum { FIRST = 7, VOCAB = 40, SHARDS = 2 };
-static const mt_softmax_shard_desc softmax_shard = {VOCAB, FIRST, 0}, log_softmax_shard = {VOCAB, FIRST, 1};
-
-static mt_status run_softmax(mt_context *c, const mt_tensor *v) { return mt_softmax_forward(c, v[1], v[0]); }
-static mt_status run_log_softmax(mt_context *c, const mt_tensor *v) { return mt_log_softmax_forward(c, v[1], v[0]); }
-static mt_status run_softmax_backward(mt_context *c, const mt_tensor *v) {
-    return mt_softmax_backward(c, v[1], v[2], v[0]);
-}
-static mt_status run_log_softmax_backward(mt_context *c, const mt_tensor *v) {
-    return mt_log_softmax_backward(c, v[1], v[2], v[0]);
-}
-static mt_status run_softmax_stats(mt_context *c, const mt_tensor *v) {
-    return mt_softmax_shard_stats(c, &softmax_shard, v[1], v[0]);
-}
-static mt_status run_softmax_shard(mt_context *c, const mt_tensor *v) {
-    return mt_softmax_shard_forward(c, &softmax_shard, v[1], v[2], SHARDS, v[0]);
-}
-static mt_status run_log_softmax_shard(mt_context *c, const mt_tensor *v) {
-    return mt_softmax_shard_forward(c, &log_softmax_shard, v[1], v[2], SHARDS, v[0]);
-}
-static mt_status run_softmax_sums(mt_context *c, const mt_tensor *v) {
-    return mt_softmax_shard_sums(c, &softmax_shard, v[2], v[1], v[0]);
-}
-static mt_status run_log_softmax_sums(mt_context *c, const mt_tensor *v) {
-    return mt_softmax_shard_sums(c, &log_softmax_shard, v[2], v[1], v[0]);
-}
-static mt_status run_softmax_shard_backward(mt_context *c, const mt_tensor *v) {
-    return mt_softmax_shard_backward(c, &softmax_shard, v[1], v[2], v[3], v[0]);
-}
-static mt_status run_log_softmax_shard_backward(mt_context *c, const mt_tensor *v) {
-    return mt_softmax_shard_backward(c, &log_softmax_shard, v[1], v[2], v[3], v[0]);
-}
-
-/* The maximum of n numbers, and the sum of exponentials relative to it. */
-static void define_stats(const double *x, int64_t n, double *top, double *sum) {
-    *top = -INFINITY;
-    *sum = 0.0;
-    for (int64_t j = 0; j < n; j++) *top = fmax(*top, x[j]);
-    for (int64_t j = 0; j < n; j++) *sum += exp(x[j] - *top);
-}
-static double softmax_of(double x, double top, double sum, int log_of_it) {
-    return log_of_it ? x - top - log(sum) : exp(x - top) / sum;
-}
-static void define_rows(double *const *x, const int64_t *rows, const int64_t *cols, int log_of_it) {
-    for (int64_t i = 0; i < rows[0]; i++) {
-        double top, sum;
-        define_stats(x[1] + i * cols[0], cols[0], &top, &sum);
-        for (int64_t j = i * cols[0]; j < (i + 1) * cols[0]; j++) x[0][j] = softmax_of(x[1][j], top, sum, log_of_it);
-    }
-}
-static void define_softmax(double *const *x, const int64_t *rows, const int64_t *cols) {
-    define_rows(x, rows, cols, 0);
-}
-static void define_log_softmax(double *const *x, const int64_t *rows, const int64_t *cols) {
-    define_rows(x, rows, cols, 1);
-}
-
-/* The columns of a shard that are not padding. */
-static int64_t real_of(int64_t cols) { return cols < VOCAB - FIRST ? cols : VOCAB - FIRST; }
-
-/* sums[i] = the sum over row i of y dy, or of dy if y is NULL */
-static double sum_of_row(const double *y, const double *dy, int64_t i, int64_t cols, int64_t real) {
-    double sum = 0.0;
-    for (int64_t j = i * cols; j < i * cols + real; j++) sum += y ? y[j] * dy[j] : dy[j];
-    return sum;
-}
-static double slope_of(double y, double dy, double sum, int log_of_it) {
-    return log_of_it ? dy - exp(y) * sum : y * (dy - sum);
-}
-static void define_gradients(double *const *x, const int64_t *rows, const int64_t *cols, int log_of_it, int shard) {
-    int64_t real = shard ? real_of(cols[0]) : cols[0];
-    for (int64_t i = 0; i < rows[0]; i++) {
-        double sum = shard ? x[3][i] : sum_of_row(log_of_it ? NULL : x[1], x[2], i, cols[0], cols[0]);
-        for (int64_t j = 0; j < cols[0]; j++) {
-            int64_t k = i * cols[0] + j;
-            x[0][k] = j < real ? slope_of(x[1][k], x[2][k], sum, log_of_it) : 0.0;
-        }
-    }
-}
-static void define_softmax_backward(double *const *x, const int64_t *rows, const int64_t *cols) {
-    define_gradients(x, rows, cols, 0, 0);
-}
-static void define_log_softmax_backward(double *const *x, const int64_t *rows, const int64_t *cols) {
-    define_gradients(x, rows, cols, 1, 0);
-}
-static void define_softmax_shard_backward(double *const *x, const int64_t *rows, const int64_t *cols) {
-    define_gradients(x, rows, cols, 0, 1);
-}
-static void define_log_softmax_shard_backward(double *const *x, const int64_t *rows, const int64_t *cols) {
-    define_gradients(x, rows, cols, 1, 1);
-}
-static void define_softmax_stats(double *const *x, const int64_t *rows, const int64_t *cols) {
-    for (int64_t i = 0; i < rows[0]; i++)
-        define_stats(x[1] + i * cols[1], real_of(cols[1]), &x[0][2 * i], &x[0][2 * i + 1]);
-}
-static void define_softmax_sums(double *const *x, const int64_t *rows, const int64_t *cols) {
-    for (int64_t i = 0; i < rows[0]; i++) x[0][i] = sum_of_row(x[2], x[1], i, cols[1], real_of(cols[1]));
-}
-static void define_shards(double *const *x, const int64_t *rows, const int64_t *cols, int log_of_it) {
-    for (int64_t i = 0; i < rows[0]; i++) {
-        const double *a = x[2] + 2 * i, *b = x[2] + 2 * (rows[0] + i);
-        double top = fmax(a[0], b[0]), sum = a[1] * exp(a[0] - top) + b[1] * exp(b[0] - top);
-        for (int64_t j = 0; j < cols[0]; j++) {
-            int64_t k = i * cols[0] + j;
-            x[0][k] = j < real_of(cols[0]) ? softmax_of(x[1][k], top, sum, log_of_it) : 0.0;
-        }
-    }
-}
-static void define_softmax_shard(double *const *x, const int64_t *rows, const int64_t *cols) {
-    define_shards(x, rows, cols, 0);
-}
-static void define_log_softmax_shard(double *const *x, const int64_t *rows, const int64_t *cols) {
-    define_shards(x, rows, cols, 1);
-}
-
-static const entry entries[] = {
-    {&mti_scale_add_table, "host", run_scale_add, define_scale_add, " a_factor b_factor ", "", 1e-6, NULL},
-    {&mti_scale_add_table, "device", run_scale_add, define_scale_add, "", "", 1e-6, NULL},
-    {&mti_scale_add_table, "one factor", run_scale_add, define_scale_add, " b_factor ", "", 1e-6, NULL},
-    {&mti_scale_add_table, "b = 0", run_scale, define_scale, "", " y ", 1e-6, NULL},
-    {&mti_softmax_forward_table, "rows", run_softmax, define_softmax, "", " y ", 1e-6, NULL},
-    {&mti_log_softmax_forward_table, "rows", run_log_softmax, define_log_softmax, "", " y ", 1e-6, NULL},
-    {&mti_softmax_backward_table, "rows", run_softmax_backward, define_softmax_backward, "", " dx ", 2e-5, NULL},
-    {&mti_log_softmax_backward_table, "rows", run_log_softmax_backward, define_log_softmax_backward, "", " dx ", 1e-5,
-     NULL},
-    {&mti_softmax_shard_stats_table, "a shard", run_softmax_stats, define_softmax_stats, "", " stats ", 1e-6, NULL},
-    {&mti_softmax_shard_forward_table, "softmax", run_softmax_shard, define_softmax_shard, "", " y ", 2e-6,
-     " gathered "},
-    {&mti_softmax_shard_forward_table, "log", run_log_softmax_shard, define_log_softmax_shard, "", " y ", 1e-6,
-     " gathered "},
-    {&mti_softmax_shard_sums_table, "softmax", run_softmax_sums, define_softmax_sums, "", " sums ", 2e-6, NULL},
-    {&mti_softmax_shard_sums_table, "log", run_log_softmax_sums, define_softmax_sums, " y ", " sums ", 2e-6, NULL},
-    {&mti_softmax_shard_backward_table, "softmax", run_softmax_shard_backward, define_softmax_shard_backward, "",
-     " dx ", 1e-6, NULL},
-    {&mti_softmax_shard_backward_table, "log", run_log_softmax_shard_backward, define_log_softmax_shard_backward, "",
-     " dx ", 1e-6, NULL},
-};
-
-#define ENTRIES (sizeof entries / sizeof *entries)
-
 /* ---- operands ---------------------------------------------------------------------------------------------------- */
 
 static mt_context *ctx;
 
 typedef struct operands {
-    const entry *e;
+    const operator_entry *e;
     int count;
     int64_t rows[MTI_ARGS], cols[MTI_ARGS];
     mt_tensor v[MTI_ARGS];
@@ -206,18 +35,20 @@ typedef struct operands {
 
 static operands o;
 
-static int is_in(const char *list, const char *name) {
-    char word[64];
-    snprintf(word, sizeof word, " %s ", name);
-    return strstr(list, word) != NULL;
+static int is_left_out(int i) { return operator_lists(o.e->left_out, o.e->table->operands[i].name); }
+static int is_input(int i) {
+    return (o.e->table->operands[i].use & MT_ARG_IN) || operator_lists(o.e->reads, o.e->table->operands[i].name);
 }
-static int is_left_out(int i) { return is_in(o.e->left_out, o.e->table->operands[i].name); }
 static int is_output(int i) { return (o.e->table->operands[i].use & MT_ARG_OUT) != 0; }
 static int is_float(int i) { return o.e->table->operands[i].type == MT_ARG_FLOAT; }
 
 /* n and m are the letters of rows and columns; the third letter, if there is one, is k. A is the rows of all shards. */
 static int64_t size_of(char letter, int64_t n, int64_t m) {
-    return letter <= '9' ? letter - '0' : letter == 'n' ? n : letter == 'm' ? m : letter == 'A' ? SHARDS * n : 5;
+    return letter <= '9'   ? letter - '0'
+           : letter == 'n' ? n
+           : letter == 'm' ? m
+           : letter == 'A' ? SOFTMAX_SHARDS * n
+                           : 5;
 }
 
 static void free_operands(void) {
@@ -254,7 +85,7 @@ static void put_values(int i) {
 }
 
 /* Makes the operands of an entry: n x m, random, of these types. An operand that the call only writes stays NaN. */
-static void make_operands(const entry *e, int64_t n, int64_t m, const mt_dtype *types, int64_t gap) {
+static void make_operands(const operator_entry *e, int64_t n, int64_t m, const mt_dtype *types, int64_t gap) {
     uint64_t random = 7;
     o.e = e;
     for (o.count = 0; o.count < MTI_ARGS && e->table->operands[o.count].name; o.count++) {
@@ -268,9 +99,9 @@ static void make_operands(const entry *e, int64_t n, int64_t m, const mt_dtype *
         if (is_left_out(i)) continue;
         make_view(i, types && is_float(i) ? types[i] : MT_F32, gap);
         for (int64_t k = 0; k < o.rows[i] * o.cols[i]; k++) o.given[i][k] = 2.0f * test_float(&random);
-        for (int64_t k = 0; e->positive && is_in(e->positive, p->name) && k < o.rows[i] * o.cols[i]; k++)
+        for (int64_t k = 0; operator_lists(e->positive, p->name) && k < o.rows[i] * o.cols[i]; k++)
             o.given[i][k] = fabsf(o.given[i][k]) + 0.125f;
-        if (o.rows[i] * o.cols[i] > 0 && !is_in(e->unread, p->name)) put_values(i);
+        if (o.rows[i] * o.cols[i] > 0 && is_input(i)) put_values(i);
     }
 }
 
@@ -331,10 +162,10 @@ static const int64_t shapes[][2] = {{1, 1}, {5, 37}, {3, 515}, {61, 8}, {1, 1000
 
 static void test_values(void **state) {
     (void)state;
-    for (size_t e = 0; e < ENTRIES; e++)
+    for (size_t e = 0; e < OPERATOR_ENTRIES; e++)
         for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
             for (int64_t gap = 0; gap <= SPARE; gap += SPARE) {
-                make_operands(&entries[e], shapes[s][0], shapes[s][1], NULL, gap);
+                make_operands(&operator_entries[e], shapes[s][0], shapes[s][1], NULL, gap);
                 ASSERT_STATUS(ctx, MT_SUCCESS, run_entry());
                 outputs_are_right(0.0);
                 free_operands();
@@ -348,9 +179,9 @@ static void test_types(void **state) {
     mt_dtype types[MTI_ARGS];
     uint16_t bits[MOST];
     (void)state;
-    for (size_t e = 0; e < ENTRIES; e++) {
+    for (size_t e = 0; e < OPERATOR_ENTRIES; e++) {
         int floats = 0, combinations = 1;
-        o.e = &entries[e];
+        o.e = &operator_entries[e];
         for (int i = 0; o.e->table->operands[i].name; i++) floats += is_float(i);
         for (int i = 0; i < floats; i++) combinations *= 3;
         for (int c = 1; c < combinations; c++) {
@@ -358,7 +189,7 @@ static void test_types(void **state) {
                 types[i] = all[rest % 3];
                 if (i < MTI_ARGS && o.e->table->operands[i].name && is_float(i)) rest /= 3;
             }
-            make_operands(&entries[e], 5, 37, types, SPARE);
+            make_operands(&operator_entries[e], 5, 37, types, SPARE);
             ASSERT_STATUS(ctx, MT_SUCCESS, run_entry());
             outputs_are_right(0.004); /* half of the last bit of bf16 */
             for (int i = 0; i < o.count; i++)
@@ -391,9 +222,9 @@ static void test_types(void **state) {
 /* The first operand is empty: nothing is read or written, and the call succeeds. */
 static void test_nothing_to_do(void **state) {
     (void)state;
-    for (size_t e = 0; e < ENTRIES; e++)
+    for (size_t e = 0; e < OPERATOR_ENTRIES; e++)
         for (int rows = 0; rows < 2; rows++) {
-            make_operands(&entries[e], rows ? 0 : 4, rows ? 4 : 0, NULL, 0);
+            make_operands(&operator_entries[e], rows ? 0 : 4, rows ? 4 : 0, NULL, 0);
             ASSERT_STATUS(ctx, MT_SUCCESS, run_entry());
             free_operands();
         }
@@ -405,10 +236,10 @@ static void test_number_of_threads(void **state) {
     static float first[MTI_ARGS][MOST], now[MOST];
     mt_context *one = ctx;
     (void)state;
-    for (size_t e = 0; e < ENTRIES; e++)
+    for (size_t e = 0; e < OPERATOR_ENTRIES; e++)
         for (size_t t = 0; t < 4; t++) {
             ctx = test_context(MT_DEVICE_CPU, threads[t]);
-            make_operands(&entries[e], 61, 67, NULL, 0);
+            make_operands(&operator_entries[e], 61, 67, NULL, 0);
             ASSERT_STATUS(ctx, MT_SUCCESS, run_entry());
             for (int i = 0; i < o.count; i++) {
                 if (is_left_out(i)) continue;
@@ -502,23 +333,23 @@ static void overlaps(void) {
 
 static void test_refusals(void **state) {
     (void)state;
-    for (size_t e = 0; e < ENTRIES; e++) {
-        make_operands(&entries[e], 5, 37, NULL, SPARE);
+    for (size_t e = 0; e < OPERATOR_ENTRIES; e++) {
+        make_operands(&operator_entries[e], 5, 37, NULL, SPARE);
         for (int i = 0; i < o.count; i++)
             if (!is_left_out(i)) wrong_views(i);
         overlaps();
         free_operands();
-        assert_int_equal(entries[e].run(NULL, o.v), MT_ERR_ARGUMENT);
+        assert_int_equal(operator_entries[e].run(NULL, o.v), MT_ERR_ARGUMENT);
     }
 }
 
 /* An output may be an input where the table says so ("=x"), or where it says nothing. */
 static void test_in_place(void **state) {
     (void)state;
-    for (size_t e = 0; e < ENTRIES; e++)
-        for (int i = 0; i < MTI_ARGS && entries[e].table->operands[i].name; i++)
-            for (int k = 0; k < MTI_ARGS && entries[e].table->operands[k].name; k++) {
-                make_operands(&entries[e], 5, 37, NULL, SPARE);
+    for (size_t e = 0; e < OPERATOR_ENTRIES; e++)
+        for (int i = 0; i < MTI_ARGS && operator_entries[e].table->operands[i].name; i++)
+            for (int k = 0; k < MTI_ARGS && operator_entries[e].table->operands[k].name; k++) {
+                make_operands(&operator_entries[e], 5, 37, NULL, SPARE);
                 int same = o.rows[i] == o.rows[k] && o.cols[i] == o.cols[k] && !is_left_out(i) && !is_left_out(k);
                 if (i != k && same && is_output(i) && !is_output(k) && kept_apart(o.e->table, i, k) != 1) {
                     const mt_tensor own = o.v[k];
@@ -647,10 +478,16 @@ static void test_rules_by_name(void **state) {
 
 /* ---- what the table does not say --------------------------------------------------------------------------------- */
 
+static const operator_entry *scale_add_entry(const char *what) {
+    const operator_entry *e = operator_entries;
+    while (e->table != &mti_scale_add_table || strcmp(e->what, what) != 0) e++;
+    return e;
+}
+
 static void test_scale_add_numbers(void **state) {
     static const float wrong[] = {NAN, INFINITY, -INFINITY};
     (void)state;
-    make_operands(&entries[1], 3, 4, NULL, 0);
+    make_operands(scale_add_entry("device"), 3, 4, NULL, 0);
     for (int i = 0; i < 3; i++) {
         assert_int_equal(mt_scale_add(ctx, wrong[i], mt_none(), o.v[1], 1.0f, mt_none(), o.v[0]), MT_ERR_ARGUMENT);
         assert_true(test_has_words(mt_last_error(ctx), "mt_scale_add: |a is |must be finite"));
@@ -664,7 +501,7 @@ static void test_scale_add_numbers(void **state) {
 static void test_moving_average(void **state) {
     float got[12];
     (void)state;
-    make_operands(&entries[0], 3, 4, NULL, 0);
+    make_operands(scale_add_entry("host"), 3, 4, NULL, 0);
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_fill(ctx, o.v[0], 0.0f));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_fill(ctx, o.v[1], 2.0f));
     for (int i = 0; i < 20; i++)
@@ -682,8 +519,8 @@ static void give(int i, const float *values) {
     put_values(i);
 }
 
-static const entry *entry_of(mt_status (*run)(mt_context *, const mt_tensor *)) {
-    const entry *e = entries;
+static const operator_entry *entry_of(mt_status (*run)(mt_context *, const mt_tensor *)) {
+    const operator_entry *e = operator_entries;
     while (e->run != run) e++;
     return e;
 }
@@ -701,7 +538,7 @@ static void test_softmax_of_special_values(void **state) {
     (void)state;
     for (int k = 0; k < 6; k++) {
         const mt_dtype types[] = {all[k / 2], all[k / 2]};
-        make_operands(entry_of(k % 2 ? run_log_softmax : run_softmax), 6, 3, types, SPARE);
+        make_operands(entry_of(k % 2 ? run_log_softmax_forward : run_softmax_forward), 6, 3, types, SPARE);
         give(1, x);
         ASSERT_STATUS(ctx, MT_SUCCESS, run_entry());
         get_values(0, got);
@@ -723,7 +560,7 @@ static void test_softmax_slopes(void **state) {
     (void)state;
     for (int log_of_it = 0; log_of_it < 2; log_of_it++) {
         double x[COLS], up[COLS], value[2], top, sum;
-        make_operands(entry_of(log_of_it ? run_log_softmax : run_softmax), 1, COLS, NULL, 0);
+        make_operands(entry_of(log_of_it ? run_log_softmax_forward : run_softmax_forward), 1, COLS, NULL, 0);
         o.given[1][5] = log_of_it ? -40.0f : -INFINITY;
         give(1, o.given[1]);
         for (int j = 0; j < COLS; j++) x[j] = (double)o.given[1][j];
@@ -830,7 +667,8 @@ static void test_softmax_of_shards(void **state) {
             define_stats(row, WHOLE, &top, &sum);
             for (int j = 0; j < WHOLE; j++) exact[j] = softmax_of(row[j], top, sum, log_of_it);
             for (int j = 0; j < WHOLE; j++) total += (double)dy[i * COLS + j] * (log_of_it ? 1.0 : exact[j]);
-            for (int j = 0; j < WHOLE; j++) slopes[j] = slope_of(exact[j], (double)dy[i * COLS + j], total, log_of_it);
+            for (int j = 0; j < WHOLE; j++)
+                slopes[j] = softmax_slope(exact[j], (double)dy[i * COLS + j], total, log_of_it);
             for (int j = 0; j < COLS; j++) {
                 const double got = (double)y[i * COLS + j], slope = (double)dx[i * COLS + j];
                 if (j >= WHOLE) assert_true(got == 0.0 && slope == 0.0);
@@ -851,7 +689,7 @@ static void test_softmax_of_one_shard(void **state) {
     for (int k = 0; k < 4; k++) {
         mt_softmax_shard_desc d = {cols[k / 2], 0, k % 2};
         float stats[4], *there;
-        make_operands(entry_of(k % 2 ? run_log_softmax : run_softmax), 2, d.vocab, NULL, SPARE);
+        make_operands(entry_of(k % 2 ? run_log_softmax_forward : run_softmax_forward), 2, d.vocab, NULL, SPARE);
         ASSERT_STATUS(ctx, MT_SUCCESS, run_entry());
         get_values(0, whole);
         ASSERT_STATUS(ctx, MT_SUCCESS, mt_context_alloc(ctx, sizeof stats, (void **)&there));

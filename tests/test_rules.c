@@ -1,5 +1,8 @@
 /* test_rules.c - the rules of check mode are true: the results of the operators on 2 ranks decide.
 
+   The operators are those of mt_test_operators.h, and here those of which the table does not say all, such as parts,
+   places or ids.
+
    For each operator with a rule, and for each combination of placements of its inputs over a group of 2 ranks:
    1. Random whole tensors are shared out: R whole, r rows, c columns, P addends whose sum is the whole.
    2. The operator runs once on the whole tensors, and once for each rank on what this rank has.
@@ -10,6 +13,7 @@
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
+#include "mt_test_operators.h"
 #include "mt_test_ranks.h"
 
 enum { RANKS = 2, OPERANDS = 12, ELEMENTS = 640 };
@@ -40,7 +44,8 @@ typedef struct call {
     mt_tensor t[OPERANDS]; /* in the order of the rule; data is NULL for one that is left out */
     char at[OPERANDS];     /* R, r or c: the share of the whole that t is */
     int rank, variant;
-    mt_comm *comm; /* of a call that communicates */
+    const operator_entry *by_table; /* NULL: an entry of this file */
+    mt_comm *comm;                  /* of a call that communicates */
 } call;
 
 typedef struct entry {
@@ -64,7 +69,6 @@ static int64_t first_col(const call *c, int i) { return c->at[i] == 'c' ? c->ran
 
 RUN(run_copy, mt_copy(c->ctx, T(0), T(1)))
 RUN(run_convert, mt_convert(c->ctx, T(0), T(1)))
-RUN(run_add, mt_add(c->ctx, T(0), T(1), T(2)))
 RUN(run_sum, mt_sum(c->ctx, T(0), T(1)))
 static mt_status run_tree_sum(const call *c) {
     size_t mark = mt_arena_mark(c->ctx);
@@ -77,8 +81,6 @@ static mt_status run_tree_sum(const call *c) {
     return MT_SUCCESS;
 }
 RUN(run_sum_of_squares, mt_sum_of_squares(c->ctx, T(0), T(1)))
-RUN(run_bias_forward, mt_bias_forward(c->ctx, T(0), T(1)))
-RUN(run_bias_backward, mt_bias_backward(c->ctx, T(0), T(1)))
 RUN(run_activation_forward, mt_activation_forward(c->ctx, (mt_activation)c->variant, T(0), T(1), T(2)))
 RUN(run_activation_backward, mt_activation_backward(c->ctx, (mt_activation)c->variant, T(1), T(0), T(2), T(3)))
 RUN(run_linear_forward, mt_linear_forward(c->ctx, T(1), T(0), T(2), T(3)))
@@ -90,18 +92,7 @@ RUN(run_linear_gradients, mt_linear_gradients(c->ctx, T(1), T(2), T(0), T(3)))
 RUN(run_norm_forward, mt_norm_forward(c->ctx, (mt_norm_kind)c->variant, T(0), T(1), T(2), 1e-5f, T(3), T(4)))
 RUN(run_norm_backward,
     mt_norm_backward(c->ctx, (mt_norm_kind)c->variant, T(0), T(1), T(2), T(3), T(4), T(5), T(6), T(7)))
-RUN(run_multiply, mt_multiply(c->ctx, T(0), T(1), T(2)))
-RUN(run_scale_add, mt_scale_add(c->ctx, 0.5f, T(1), T(0), c->variant ? 0.0f : -1.5f, T(2), T(3)))
-RUN(run_multiply_row_forward, mt_multiply_row_forward(c->ctx, T(0), T(1), T(2)))
-RUN(run_multiply_row_backward, mt_multiply_row_backward(c->ctx, T(1), T(2), T(0), T(3), T(4)))
-RUN(run_multiply_col_forward, mt_multiply_col_forward(c->ctx, T(0), T(1), T(2)))
 RUN(run_multiply_col_backward, mt_multiply_col_backward(c->ctx, T(1), T(2), T(0), T(3), T(4)))
-RUN(run_sigmoid_forward, mt_sigmoid_forward(c->ctx, T(0), T(1)))
-RUN(run_sigmoid_backward, mt_sigmoid_backward(c->ctx, T(0), T(1), T(2)))
-RUN(run_silu_forward, mt_silu_forward(c->ctx, T(0), T(1)))
-RUN(run_silu_backward, mt_silu_backward(c->ctx, T(0), T(1), T(2)))
-RUN(run_sigmoid_gate_forward, mt_sigmoid_gate_forward(c->ctx, T(0), T(1), T(2)))
-RUN(run_sigmoid_gate_backward, mt_sigmoid_gate_backward(c->ctx, T(1), T(2), T(0), T(3), T(4)))
 
 static const mt_adamw third_step = {
     .lr = 0.1f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-3f, .weight_decay = 0.1f, .grad_scale = 0.5f, .step = 3};
@@ -270,27 +261,22 @@ static mt_softmax_shard_desc softmax_shard_of(const call *c, int i) {
     return (mt_softmax_shard_desc){.vocab = VOCAB, .first_col = first_col(c, i), .log = c->variant};
 }
 
-RUN(run_softmax_forward,
-    c->variant ? mt_log_softmax_forward(c->ctx, T(0), T(1)) : mt_softmax_forward(c->ctx, T(0), T(1)))
-RUN(run_softmax_backward,
-    c->variant ? mt_log_softmax_backward(c->ctx, T(0), T(1), T(2)) : mt_softmax_backward(c->ctx, T(0), T(1), T(2)))
-
-static mt_status run_softmax_stats(const call *c) {
+static mt_status run_place_shard_stats(const call *c) {
     mt_softmax_shard_desc d = softmax_shard_of(c, 0);
     return mt_softmax_shard_stats(c->ctx, &d, T(0), T(1));
 }
 
-static mt_status run_softmax_shard_forward(const call *c) {
+static mt_status run_place_shard_forward(const call *c) {
     mt_softmax_shard_desc d = softmax_shard_of(c, 0);
     return mt_softmax_shard_forward(c->ctx, &d, T(0), T(1), RANKS, T(2));
 }
 
-static mt_status run_softmax_sums(const call *c) {
+static mt_status run_place_shard_sums(const call *c) {
     mt_softmax_shard_desc d = softmax_shard_of(c, 1);
     return mt_softmax_shard_sums(c->ctx, &d, T(0), T(1), T(2));
 }
 
-static mt_status run_softmax_shard_backward(const call *c) {
+static mt_status run_place_shard_backward(const call *c) {
     mt_softmax_shard_desc d = softmax_shard_of(c, 0);
     return mt_softmax_shard_backward(c->ctx, &d, T(0), T(1), T(2), T(3));
 }
@@ -373,6 +359,40 @@ static mt_status run_linear_gradients_of_sequences(const call *c) {
         MT_TRY(mt_linear_gradients(c->ctx, mt_tensor_rows(T(1), i * M, M), mt_tensor_rows(T(2), i * M, M),
                                    mt_tensor_rows(T(0), i * N, N), T(3)));
     return MT_SUCCESS;
+}
+
+/* ---- operators of mt_test_operators.h ---------------------------------------------------------------------------- */
+
+static mt_status run_by_table(const call *c) {
+    const operator_entry *e = c->by_table;
+    mt_tensor v[MTI_ARGS];
+    for (int i = 0; i < MTI_ARGS && e->table->operands[i].name; i++) {
+        const char *name = e->table->operands[i].name;
+        v[i] = T(mti_rule_number(&e->table->rule, name, strlen(name)));
+    }
+    return e->run(c->ctx, v);
+}
+
+static int size_by_table(char letter) {
+    return letter <= '9' ? letter - '0' : letter == 'n' ? 6 : letter == 'm' ? 10 : 14;
+}
+
+/* Describes the operands of an entry, in the order of the rule. */
+static void describe_by_table(const operator_entry *e, char *text, size_t size) {
+    const char *next = e->table->rule.operands, *word;
+    size_t n = 0, length;
+    while ((length = mti_rule_word(&next, &word)) > 0) {
+        const mti_operand *o = e->table->operands;
+        while (strlen(o->name) != length || strncmp(o->name, word, length) != 0) o++;
+        int reads = (o->use & MT_ARG_IN) || operator_lists(e->reads, o->name), writes = o->use & MT_ARG_OUT;
+        n += (size_t)snprintf(text + n, size - n, "%s%s %s %dx%d%s", n ? ", " : "", o->name,
+                              !writes               ? "in"
+                              : !reads              ? "out"
+                              : o->use & MT_ARG_SUM ? "sum"
+                                                    : "inout",
+                              size_by_table(o->shape[0]), size_by_table(o->shape[1]),
+                              o->use & MT_ARG_OPTIONAL ? " optional" : "");
+    }
 }
 
 /* ---- results that must be gathered ------------------------------------------------------------------------------- */
@@ -501,12 +521,9 @@ static mt_status run_reduce_scatter(const call *c) {
 static const entry entries[] = {
     OP("mt_copy", TENSOR, 0, run_copy, "x in 6x10, y out 6x10"),
     OP("mt_convert", TENSOR, 0, run_convert, "x in 6x10 bf16, y out 6x10"),
-    OP("mt_add", TENSOR, 0, run_add, "a in 6x10, b in 6x10, y out 6x10"),
     OP("mt_sum", TENSOR, 0, run_sum, "x in 6x10, out sum 1x1"),
     OP("mt_tree_sum", TENSOR, 0, run_tree_sum, "x in 6x10, sum out 1x10"),
     OP("mt_sum_of_squares", TENSOR, 0, run_sum_of_squares, "x in 6x10, out sum 1x1"),
-    OP("mt_bias_forward", TENSOR, 0, run_bias_forward, "y inout 6x10, bias in 1x10"),
-    OP("mt_bias_backward", TENSOR, 0, run_bias_backward, "dy in 6x10, dbias sum 1x10"),
     OP("mt_activation_forward", TENSOR, MT_GELU_TANH, run_activation_forward, ACTIVATION_FORWARD),
     OP("mt_activation_backward", TENSOR, MT_GELU_TANH, run_activation_backward, ACTIVATION_BACKWARD),
     OP("mt_activation_forward", TENSOR, MT_SQUARED_RELU, run_activation_forward, ACTIVATION_FORWARD),
@@ -621,21 +638,17 @@ static const entry entries[] = {
        "logits inout 6x14, lse in 2x6, dloss in 1x1 optional"),
     OP("mt_cross_entropy_forward_backward", TENSOR, 0, run_cross_entropy,
        "logits inout 6x14, loss out 1x6, dloss in 1x1 optional"),
-    OP("mt_softmax_forward", TENSOR, 0, run_softmax_forward, "x in 6x10, y out 6x10"),
-    OP("mt_log_softmax_forward", TENSOR, 1, run_softmax_forward, "x in 6x10, y out 6x10"),
-    OP("mt_softmax_backward", TENSOR, 0, run_softmax_backward, "y in 6x10, dy in 6x10, dx out 6x10"),
-    OP("mt_log_softmax_backward", TENSOR, 1, run_softmax_backward, "y in 6x10, dy in 6x10, dx out 6x10"),
-    {"mt_softmax_shard_stats", TENSOR, 0, run_softmax_stats, "x in 6x14, stats out 6x2 gathered", NULL,
+    {"mt_softmax_shard_stats", TENSOR, 0, run_place_shard_stats, "x in 6x14, stats out 6x2 gathered", NULL,
      gathered_softmax_stats},
-    OP("mt_softmax_shard_forward", TENSOR, 0, run_softmax_shard_forward,
+    OP("mt_softmax_shard_forward", TENSOR, 0, run_place_shard_forward,
        "x in 6x14, gathered in 12x2 positive row_parts 2, y out 6x14"),
-    OP("mt_softmax_shard_forward", TENSOR, 1, run_softmax_shard_forward,
+    OP("mt_softmax_shard_forward", TENSOR, 1, run_place_shard_forward,
        "x in 6x14, gathered in 12x2 positive row_parts 2, y out 6x14"),
-    OP("mt_softmax_shard_sums", TENSOR, 0, run_softmax_sums, "y in 6x14, dy in 6x14, sums out 6x1"),
-    OP("mt_softmax_shard_sums", TENSOR, 1, run_softmax_sums, "y in 6x14, dy in 6x14, sums out 6x1"),
-    OP("mt_softmax_shard_backward", TENSOR, 0, run_softmax_shard_backward,
+    OP("mt_softmax_shard_sums", TENSOR, 0, run_place_shard_sums, "y in 6x14, dy in 6x14, sums out 6x1"),
+    OP("mt_softmax_shard_sums", TENSOR, 1, run_place_shard_sums, "y in 6x14, dy in 6x14, sums out 6x1"),
+    OP("mt_softmax_shard_backward", TENSOR, 0, run_place_shard_backward,
        "y in 6x14, dy in 6x14, sums in 6x1, dx out 6x14"),
-    OP("mt_softmax_shard_backward", TENSOR, 1, run_softmax_shard_backward,
+    OP("mt_softmax_shard_backward", TENSOR, 1, run_place_shard_backward,
        "y in 6x14, dy in 6x14, sums in 6x1, dx out 6x14"),
     {"mt_sample_candidates", TENSOR, 3, run_sample_candidates, "logits in 6x14, candidates out 6x6 gathered candidates",
      NULL, gathered_candidates},
@@ -652,23 +665,8 @@ static const entry entries[] = {
     OP("mt_multi_tensor_adamw", TENSOR, 0, run_multi_adamw,
        "param inout 6x10, master inout 6x10 optional, grad in 6x10, m inout 6x10, v inout 6x10 positive"),
     OP("mt_multi_tensor_sum_of_squares", TENSOR, 0, run_multi_sum_of_squares, "x in 6x10, out sum 1x1"),
-    OP("mt_scale_add", TENSOR, 0, run_scale_add,
-       "x in 6x10, a_factor in 1x1 optional no_cols, b_factor in 1x1 optional no_cols, y inout 6x10"),
-    OP("mt_scale_add", TENSOR, 1, run_scale_add, "x in 6x10, a_factor in 1x1, b_factor in 1x1, y out 6x10"),
-    OP("mt_multiply", TENSOR, 0, run_multiply, "a in 6x10, b in 6x10, y out 6x10"),
-    OP("mt_multiply_row_forward", TENSOR, 0, run_multiply_row_forward, "x in 6x10, row in 1x10, y out 6x10"),
-    OP("mt_multiply_row_backward", TENSOR, 0, run_multiply_row_backward,
-       "dy in 6x10, x in 6x10, row in 1x10, dx out 6x10 optional, drow sum 1x10 optional"),
-    OP("mt_multiply_col_forward", TENSOR, 0, run_multiply_col_forward, "x in 6x10, col in 6x1, y out 6x10"),
     OP("mt_multiply_col_backward", TENSOR, 0, run_multiply_col_backward,
        "dy in 6x10, x in 6x10, col in 6x1, dx out 6x10 optional, dcol out 6x1 optional"),
-    OP("mt_sigmoid_forward", TENSOR, 0, run_sigmoid_forward, "x in 6x10, y out 6x10"),
-    OP("mt_sigmoid_backward", TENSOR, 0, run_sigmoid_backward, "x in 6x10, dy in 6x10, dx out 6x10"),
-    OP("mt_silu_forward", TENSOR, 0, run_silu_forward, "x in 6x10, y out 6x10"),
-    OP("mt_silu_backward", TENSOR, 0, run_silu_backward, "x in 6x10, dy in 6x10, dx out 6x10"),
-    OP("mt_sigmoid_gate_forward", TENSOR, 0, run_sigmoid_gate_forward, "gate in 6x10, x in 6x10, y out 6x10"),
-    OP("mt_sigmoid_gate_backward", TENSOR, 0, run_sigmoid_gate_backward,
-       "dy in 6x10, gate in 6x10, x in 6x10, dgate out 6x10, dx out 6x10"),
     OP("mt_embedding_forward", TENSOR, 0, run_embedding_forward, "ids in 6x1 ids, table in 14x10, y out 6x10"),
     OP("mt_embedding_forward", TENSOR, 1, run_embedding_forward, "ids in 6x1 ids, table in 14x10, y sum 6x10"),
     OP("mt_embedding_backward", TENSOR, 0, run_embedding_backward, "ids in 6x1 ids, dy in 6x10, dtable inout 14x10"),
@@ -760,6 +758,7 @@ static const refused refusals[] = {
 /* An operator whose operands some calls leave out, and the values of its operands. */
 typedef struct trial {
     const entry *op;
+    const operator_entry *by_table; /* of mt_test_operators.h, or NULL */
     operand operands[OPERANDS];
     int count, present;                           /* present: a bit for each operand that the calls have */
     char letter[OPERANDS + 1];                    /* of the inputs; 0: a sum that begins as zeros; ' ': an output */
@@ -895,6 +894,7 @@ static mt_status call_of(const trial *t, mt_context *ctx, int rank, call *c) {
     c->ctx = ctx;
     c->rank = rank == RANKS ? 0 : rank;
     c->variant = t->op->variant;
+    c->by_table = t->by_table;
     for (int k = 0; k < t->count; k++) {
         c->at[k] = rank == RANKS ? 'R' : t->at[k];
         if (!has(t, k)) continue;
@@ -1243,7 +1243,29 @@ static void test_operators(void **state) {
     trial *t = open_trial();
     (void)state;
     for (size_t i = 0; i < sizeof entries / sizeof *entries; i++) try_operator(t, &entries[i], i + 1);
+    for (size_t i = 0; i < OPERATOR_ENTRIES; i++) {
+        const operator_entry *e = &operator_entries[i];
+        char text[512];
+        const entry op = OP(e->table->name, TENSOR, 0, run_by_table, text);
+        if (e->left_out[0] || e->by_place || !e->table->rule.operands) continue; /* without left_out: tries it, too */
+        describe_by_table(e, text, sizeof text);
+        t->by_table = e;
+        try_operator(t, &op, i + 1);
+    }
     close_trial(t);
+}
+
+/* Every operator is tried, also those that have no rule in their table, unless what they write is not known. */
+static void test_every_rule_is_tried(void **state) {
+    static const char unruled[] = " mt_fill mt_upload mt_download mt_hash mt_random_normal ";
+    (void)state;
+    for (size_t k = 0; k < sizeof mti_tables / sizeof *mti_tables; k++) {
+        const char *name = mti_tables[k]->name;
+        int tried = operator_lists(unruled, name);
+        for (size_t i = 0; i < sizeof entries / sizeof *entries; i++) tried |= strcmp(entries[i].name, name) == 0;
+        for (size_t i = 0; i < OPERATOR_ENTRIES; i++) tried |= operator_entries[i].table == mti_tables[k];
+        if (!tried) fail_msg("%s is not tried", name);
+    }
 }
 
 static void test_communication(void **state) {
@@ -1255,6 +1277,7 @@ static void test_communication(void **state) {
 }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_operators), cmocka_unit_test(test_communication)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_operators), cmocka_unit_test(test_every_rule_is_tried),
+                                       cmocka_unit_test(test_communication)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -123,14 +123,14 @@ static const mti_table mti_log_softmax_forward_table = {"mt_log_softmax_forward"
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
 
 static const mti_table mti_softmax_backward_table = {"mt_softmax_backward", {"y dy dx", "RRR rrr RPP", NULL}, {
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "y =dy"},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, "y =dy"},
     {"y", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL}}};
 
 static const mti_table mti_log_softmax_backward_table = {"mt_log_softmax_backward", {"y dy dx", "RRR rrr RPP", NULL}, {
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "y =dy"},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, "y =dy"},
     {"y", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL}}};
 
 static const mti_table mti_softmax_shard_stats_table = {"mt_softmax_shard_stats", {"x stats", "RR rr cc", NULL}, {
     {"stats", "n2", MT_ARG_F32, MT_ARG_OUT, "x"},
@@ -140,20 +140,20 @@ static const mti_table mti_softmax_shard_forward_table = {"mt_softmax_shard_forw
     {"x gathered y", "RRR rrr cRc", NULL}, {
     {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "=x gathered"},
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"gathered", "A2", MT_ARG_F32, MT_ARG_IN, NULL}}};
+    {"gathered", "A2", MT_ARG_F32, MT_ARG_IN | MT_ARG_GATHERED, NULL}}};
 
 /* y is left out with desc.log. */
 static const mti_table mti_softmax_shard_sums_table = {"mt_softmax_shard_sums",
     {"y dy sums", "RRR rrr ccP RPP", NULL}, {
     {"sums", "n1", MT_ARG_F32, MT_ARG_OUT, "y dy"},
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
     {"y", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
 
 static const mti_table mti_softmax_shard_backward_table = {"mt_softmax_shard_backward",
     {"y dy sums dx", "RRRR rrrr ccRc RPPP", NULL}, {
-    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "y =dy sums"},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, "y =dy sums"},
     {"y", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
-    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_GRADIENT | MTI_AS_IS, NULL},
     {"sums", "n1", MT_ARG_F32, MT_ARG_IN, NULL}}};
 /* clang-format on */
 
