@@ -438,7 +438,7 @@ static void test_own_rules(void **state) {
     (void)state;
     test_paper_rank(4, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
     for (int i = 0; i < 3; i++) ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &t[i]));
-    mt_operand operands[] = {{"y", t[2], 2}, {"a", t[0], 1}, {"b", t[1], 1}};
+    mt_operand operands[] = {{"y", t[2], MT_ARG_OUT}, {"a", t[0], MT_ARG_IN}, {"b", t[1], MT_ARG_IN}};
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, t[0], MT_PARTIAL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "my_product|nothing has written b [4, 4]|mt_all_gather or mt_recv|mt_declare",
             mt_rule_check(r.ctx, "my_product", &rule, operands, 3));
@@ -538,7 +538,7 @@ static void test_arguments_of_own_rules(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, y, MT_REPLICATED));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, bias, MT_REPLICATED));
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        mt_operand operands[] = {{"y", y, 3}, {names[i], i % 2 ? bias : mt_none(), 1}};
+        mt_operand operands[] = {{"y", y, MT_ARG_IN_OUT}, {names[i], i % 2 ? bias : mt_none(), MT_ARG_IN}};
         char words[128] = "mt_rule_check of my_bias: operands[1].name is NULL";
         if (i == 0) ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_rule_check(r.ctx, "my_bias", &rule, operands, 2));
         if (i == 0) continue;
@@ -547,7 +547,7 @@ static void test_arguments_of_own_rules(void **state) {
                      names[i]);
         REFUSED(r.ctx, MT_ERR_ARGUMENT, words, mt_rule_check(r.ctx, "my_bias", &rule, operands, 2));
     }
-    mt_operand one = {"y", y, 3};
+    mt_operand one = {"y", y, MT_ARG_IN_OUT};
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_rule_check: where is NULL", mt_rule_check(r.ctx, NULL, &rule, &one, 1));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "my_bias: rule is NULL", mt_rule_check(r.ctx, "my_bias", NULL, &one, 1));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "rule.operands is NULL", mt_rule_check(r.ctx, "my_bias", &unnamed, &one, 1));
@@ -2535,7 +2535,7 @@ static void test_many_parts_and_rows_of_data(void **state) {
     static const mt_rule rule = {"x", "R", NULL};
     test_rank r;
     mt_tensor x, y;
-    mt_operand operand = {"x", {0}, 1};
+    mt_operand operand = {"x", {0}, MT_ARG_IN};
     (void)state;
     test_paper_rank(4, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 16, 4, &x));
@@ -2782,7 +2782,8 @@ static void test_own_shards(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gemm(r.ctx, MT_NO_TRANS, MT_NO_TRANS, 1, ty, tw, 0, mt_tensor_f32(z, 4, 4)));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_add|partial over \"tensor\"", /* f is missing */
             mt_add(r.ctx, mt_tensor_f32(z, 4, 4), tx, mt_tensor_f32(z, 4, 4)));
-    const mt_operand own[] = {{"y", mt_tensor_f32(z, 4, 4), 3}, {"bias", mt_tensor_f32(x, 1, 4), 1}};
+    const mt_operand own[] = {{"y", mt_tensor_f32(z, 4, 4), MT_ARG_IN_OUT},
+                              {"bias", mt_tensor_f32(x, 1, 4), MT_ARG_IN}};
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "my_bias|y is partial",
             mt_rule_check(r.ctx, "my_bias", mt_rule_of("mt_bias_forward"), own, 2));
     assert_null(mt_rule_of("my_bias"));

@@ -1015,7 +1015,7 @@ static const mt_comm *group_of(const trial *t, int rank) {
 static int is_taken_for(const trial *t, int rank, mt_tensor tensor, char letter) {
     static const char letters[] = "RrcP";
     static const mt_rule rules[] = {{"x", "R", NULL}, {"x", "r", NULL}, {"x", "c", NULL}, {"x", "P", NULL}};
-    mt_operand x = {"x", tensor, 1};
+    mt_operand x = {"x", tensor, MT_ARG_IN};
     const mt_rule *rule = &rules[strchr(letters, letter) - letters];
     return mt_rule_check(t->checked[rank].ctx, "test", rule, &x, 1) == MT_SUCCESS;
 }
