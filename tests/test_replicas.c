@@ -1189,6 +1189,7 @@ typedef enum replaces {
     REPLACES_LOGITS_IN_ONE_CALL,
     REPLACES_H, /* of GELU */
     REPLACES_X, /* of SiLU */
+    REPLACES_OWN,
     REPLACES_COUNT
 } replaces;
 
@@ -1197,13 +1198,17 @@ static const char *const replaced_words[] = {
     "mt_cross_entropy_forward_backward|logits is its own gradient since mt_cross_entropy_forward_backward",
     "mt_activation_backward|h is its own gradient since mt_activation_backward",
     "mt_silu_backward|x is its own gradient since mt_silu_backward",
+    "mine|from is its own gradient since mine",
 };
 
 /* The backward of `rows` rows of t->h from row `from` on. */
 static mt_status replaced_backward(const test_rank *r, const used *t, replaces which, int64_t from, int64_t rows) {
     static const int32_t targets[4] = {1, 0, 3, 2};
+    static const mt_rule own_rule = {"from with to(from)", "RRR rrr", NULL};
     const mt_cross_entropy_shard_desc all = {.vocab = 8};
     const mt_tensor h = mt_tensor_rows(t->h, from, rows), d = mt_tensor_rows(t->dh, from, rows);
+    const mt_operand own[] = {
+        {"from", h, MT_ARG_IN}, {"with", d, MT_ARG_IN | MT_ARG_GRADIENT}, {"to", h, MT_ARG_OUT | MT_ARG_GRADIENT}};
     mt_tensor loss, lse;
     mt_arena_request memory[] = {{&loss, MT_F32, 1, rows}, {&lse, MT_F32, 2, rows}};
     MT_TRY(mt_arena_tensors(r->ctx, memory, 2));
@@ -1212,6 +1217,7 @@ static mt_status replaced_backward(const test_rank *r, const used *t, replaces w
     case REPLACES_LOGITS: return mt_cross_entropy_backward(r->ctx, &all, h, targets, lse, mt_none(), 1);
     case REPLACES_LOGITS_IN_ONE_CALL:
         return mt_cross_entropy_forward_backward(r->ctx, &all, h, targets, mt_none(), 1, loss);
+    case REPLACES_OWN: return mt_rule_check(r->ctx, "mine", &own_rule, own, 3);
     case REPLACES_H: return mt_activation_backward(r->ctx, MT_GELU_TANH, h, d, h, mt_none());
     default: return mt_silu_backward(r->ctx, h, d, h);
     }
