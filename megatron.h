@@ -180,6 +180,12 @@ MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer
 
 /* ---- MLP (src/blocks/mlp.h) -------------------------------------------------------------------------------------- */
 
+/* The standard deviations of the initial weights of a block. A layer has the same for attention and MLP. */
+typedef struct mt_init_desc {
+    float std;        /* of fc1; of qkv, or query, key and value; MT_ZERO: 0; 0: 0.02 */
+    float output_std; /* of fc2; of proj; GPT-2 has 0.02 / sqrt(2 * layers); MT_ZERO: 0; 0: 0.02 */
+} mt_init_desc;
+
 /* Y = act(X A) B, with a bias after each product. A (fc1) is column-parallel and B (fc2) is row-parallel, so act needs
    no communication (arXiv 1909.08053, eq. 3 and figure 3a). */
 typedef struct mt_mlp_desc {
@@ -191,9 +197,9 @@ typedef struct mt_mlp_desc {
     /* 1: forward does not add fc2.bias, and backward does not add to the gradient of fc2.bias. The caller does both,
        for instance fused with a dropout. MT_ERR_ARGUMENT with no_bias */
     int skip_bias_add;
-    int sequence_parallel;           /* 1: x and y are [tokens / t, hidden] */
-    float init_std, output_init_std; /* deviation of the initial weights of fc1 and of fc2; MT_ZERO: 0; 0: 0.02 */
-    int add_to_dx;                   /* 1: backward adds to dx, see mt_linear_desc */
+    int sequence_parallel; /* 1: x and y are [tokens / t, hidden] */
+    mt_init_desc init;     /* of fc1 and fc2 */
+    int add_to_dx;         /* 1: backward adds to dx, see mt_linear_desc */
 } mt_mlp_desc;
 
 /* The comment of each layer below gives the names of its parameters. NAME is the `name` that you pass to the block's
@@ -278,12 +284,12 @@ typedef struct mt_self_attention_desc {
     int64_t layer_number; /* selects the dropout masks; give each layer a number of its own */
     int no_bias;          /* 1: qkv and proj have no bias */
     /* advanced */
-    mt_qkv_layout qkv_layout;        /* 0: MT_QKV_PER_GROUP */
-    int skip_bias_add;               /* as in mt_mlp_desc, for proj.bias */
-    int sequence_parallel;           /* 1: x and y are [tokens / t, hidden] */
-    int recompute_core;              /* 1: backward runs core attention again, and saved does not keep out and lse */
-    float init_std, output_init_std; /* deviation of the initial weights of qkv and of proj; MT_ZERO: 0; 0: 0.02 */
-    int add_to_dx;                   /* 1: backward adds to dx, see mt_linear_desc */
+    mt_qkv_layout qkv_layout; /* 0: MT_QKV_PER_GROUP */
+    int skip_bias_add;        /* as in mt_mlp_desc, for proj.bias */
+    int sequence_parallel;    /* 1: x and y are [tokens / t, hidden] */
+    int recompute_core;       /* 1: backward runs core attention again, and saved does not keep out and lse */
+    mt_init_desc init;        /* of qkv and proj */
+    int add_to_dx;            /* 1: backward adds to dx, see mt_linear_desc */
 } mt_self_attention_desc;
 
 typedef struct mt_self_attention {
@@ -477,13 +483,13 @@ typedef struct mt_cross_attention_desc {
     int64_t layer_number; /* selects the dropout masks. It may be that of a self-attention in the same layer */
     int no_bias;          /* 1: query, key, value and proj have no bias */
     /* advanced */
-    mt_scores_desc scores;           /* only softcap and scale; the others must be 0 (MT_ERR_ARGUMENT) */
-    int skip_bias_add;               /* as in mt_mlp_desc, for proj.bias */
-    int sequence_parallel;           /* 1: x and y are [queries / t, hidden], and memory is [keys / t, kv_hidden] */
-    int recompute_core;              /* 1: backward runs core attention again, and saved does not keep out and lse */
-    float init_std, output_init_std; /* as in mt_self_attention_desc: of query, key and value, and of proj */
-    int add_to_dx;                   /* 1: backward adds to dx, see mt_linear_desc */
-    int add_to_dmemory;              /* the same for dmemory, to sum it over the layers that read one memory */
+    mt_scores_desc scores; /* only softcap and scale; the others must be 0 (MT_ERR_ARGUMENT) */
+    int skip_bias_add;     /* as in mt_mlp_desc, for proj.bias */
+    int sequence_parallel; /* 1: x and y are [queries / t, hidden], and memory is [keys / t, kv_hidden] */
+    int recompute_core;    /* 1: backward runs core attention again, and saved does not keep out and lse */
+    mt_init_desc init;     /* of query, key and value, and of proj */
+    int add_to_dx;         /* 1: backward adds to dx, see mt_linear_desc */
+    int add_to_dmemory;    /* the same for dmemory, to sum it over the layers that read one memory */
 } mt_cross_attention_desc;
 
 typedef struct mt_cross_attention {
@@ -561,24 +567,33 @@ typedef enum mt_ln_placement { MT_PRE_LN = 0, MT_POST_LN = 1, MT_RESIDUAL_POST_L
 typedef enum mt_recompute { MT_RECOMPUTE_NONE = 0, MT_RECOMPUTE_SELECTIVE = 1, MT_RECOMPUTE_FULL = 2 } mt_recompute;
 #define MT_RECOMPUTE_WORDS "MT_RECOMPUTE_NONE MT_RECOMPUTE_SELECTIVE MT_RECOMPUTE_FULL" /* see mt_check_enum */
 
+/* The two norms of a layer. */
+typedef struct mt_layer_norms {
+    mt_norm_kind kind;         /* 0: MT_LAYER_NORM */
+    float eps;                 /* 0: 1e-5 */
+    mt_ln_placement placement; /* 0: MT_PRE_LN */
+} mt_layer_norms;
+
+/* The dropout of a layer. */
+typedef struct mt_layer_dropout {
+    float attention, hidden; /* of attention probabilities; of the outputs of attention and MLP */
+    int64_t layer_number;    /* selects the masks; give each layer a number of its own */
+} mt_layer_dropout;
+
 typedef struct mt_transformer_layer_desc {
     int64_t hidden, heads;
-    int64_t kv_heads, ffn;     /* query groups (0: heads); inner width of the MLP (0: 4 * hidden) */
-    mt_ln_placement placement; /* 0: MT_PRE_LN */
-    mt_norm_kind norm;         /* 0: MT_LAYER_NORM */
-    float norm_eps;            /* 0: 1e-5 */
-    mt_activation activation;  /* 0: MT_GELU_TANH */
-    mt_scores_desc scores;     /* mask, rotary, window, ALiBi of attention, see mt_self_attention_desc */
-    int64_t max_seq;           /* tokens of the longest sequence; must be 0 without rotary (MT_ERR_ARGUMENT) */
-    float attention_dropout, hidden_dropout; /* of attention probabilities; of the outputs of attention and MLP */
-    int64_t layer_number;                    /* selects the dropout masks; give each layer a number of its own */
-    int no_bias;                             /* 1: qkv, proj, fc1 and fc2 have no bias; a LayerNorm still has one */
+    int64_t kv_heads, ffn; /* query groups (0: heads); inner width of the MLP (0: 4 * hidden) */
+    mt_layer_norms norm;
+    mt_activation activation; /* 0: MT_GELU_TANH */
+    mt_scores_desc scores;    /* mask, rotary, window, ALiBi of attention, see mt_self_attention_desc */
+    int64_t max_seq;          /* tokens of the longest sequence; must be 0 without rotary (MT_ERR_ARGUMENT) */
+    mt_layer_dropout dropout;
+    int no_bias; /* 1: qkv, proj, fc1 and fc2 have no bias; a LayerNorm still has one */
     /* advanced */
     mt_qkv_layout qkv_layout; /* see mt_self_attention_desc; 0: MT_QKV_PER_GROUP */
     int sequence_parallel;    /* 1: x and y are [tokens / t, hidden] */
     mt_recompute recompute;   /* 0: MT_RECOMPUTE_NONE */
-    float init_std;           /* standard deviation of the initial weights of qkv and fc1; MT_ZERO: 0; 0: 0.02 */
-    float output_init_std;    /* of proj and fc2; GPT-2 has 0.02 / sqrt(2 * layers); MT_ZERO: 0; 0: 0.02 */
+    mt_init_desc init;        /* of the weights of attention and MLP */
 } mt_transformer_layer_desc;
 
 typedef struct mt_transformer_layer {
@@ -632,9 +647,9 @@ MT_API mt_status mt_transformer_layer_cached_forward(mt_context *ctx, const mt_t
    losses to it. Use it alone for an encoder, or for a model with heads of your own. */
 typedef struct mt_language_model_desc {
     int64_t vocab, layers, max_seq; /* max_seq: tokens of the longest sequence */
-    /* Describes every layer. Leave layer.layer_number and layer.max_seq 0 (otherwise MT_ERR_ARGUMENT): create sets them
-       in each layer. When output_init_std is 0, it becomes init_std / sqrt(2 * layers). init_std is also that of the
-       embeddings. With rotary or ALiBi there are no learned positions */
+    /* Describes every layer. Leave layer.dropout.layer_number and layer.max_seq 0 (otherwise MT_ERR_ARGUMENT): create
+       sets them in each layer. When init.output_std is 0, it becomes init.std / sqrt(2 * layers). init.std is also that
+       of the embeddings. With rotary or ALiBi there are no learned positions */
     mt_transformer_layer_desc layer;
     /* advanced */
     /* 1: the names of the layers and of the final norm begin with "encoder", as in Megatron-LM's BERT; 0: with
@@ -720,8 +735,8 @@ MT_API mt_status mt_language_model_backward(mt_context *ctx, const mt_language_m
    an output head and cross-entropy. The output head has the weight of the token embedding unless untied_head is set. */
 typedef struct mt_gpt_desc {
     int64_t vocab, layers, max_seq; /* max_seq: tokens of the longest sequence */
-    /* Describes every layer. Leave layer_number and max_seq 0: mt_gpt_create sets them. When output_init_std is 0, it
-       becomes init_std / sqrt(2 * layers). */
+    /* Describes every layer. Leave dropout.layer_number and max_seq 0: mt_gpt_create sets them. When init.output_std
+       is 0, it becomes init.std / sqrt(2 * layers). */
     mt_transformer_layer_desc layer;
     /* advanced */
     int64_t recompute_layers; /* as in mt_language_model_desc */
@@ -904,18 +919,18 @@ MT_API mt_status mt_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_batc
 /* A BERT (arXiv 1810.04805) as in Megatron-LM: embeddings of tokens, positions (not with rotary or ALiBi) and token
    types, layers without a causal mask, and two heads with a loss each.
    - masked LM: y = norm(act(x W + b)) for each token, then logits with the weight of the token embedding and a bias of
-     their own. act is layer.activation, and norm is layer.norm.
+     their own. act is layer.activation, and norm is layer.norm.kind.
    - sentence order: logits of 2 classes for each sequence, pooled W2 + b2 with pooled = tanh(x W1 + b1), the pooler,
      where x is the output for the first token of the sequence. The original BERT trains this head for the prediction
      of the next sentence, and ALBERT (arXiv 1909.11942) and Megatron-LM for the order of sentences.
    The heads have biases also with layer.no_bias.
-   layer.placement selects the norms (arXiv 1909.08053, figure 7). With MT_POST_LN, as in the original BERT, the sum of
-   the embeddings has a norm and there is no final norm. With the others there is a final norm, and the sum of the
+   layer.norm.placement selects the norms (arXiv 1909.08053, figure 7). With MT_POST_LN, as in the original BERT, the
+   sum of the embeddings has a norm and there is no final norm. With the others there is a final norm, and the sum of the
    embeddings has none. */
 typedef struct mt_bert_desc {
     int64_t vocab, layers, max_seq; /* max_seq: tokens of the longest sequence */
     /* Describes every layer, as in mt_gpt_desc. layer.scores.mask is not read: tokens see all valid tokens of their
-       sequence. The original BERT has MT_POST_LN, MT_GELU_ERF and norm_eps 1e-12. MT_SWIGLU is MT_ERR_ARGUMENT */
+       sequence. The original BERT has MT_POST_LN, MT_GELU_ERF and norm.eps 1e-12. MT_SWIGLU is MT_ERR_ARGUMENT */
     mt_transformer_layer_desc layer;
     int no_binary_head; /* 1: without pooler and sentence order, as Megatron-LM's --bert-no-binary-head */
     /* advanced */
@@ -1074,7 +1089,7 @@ typedef enum mt_layer_part {
 
 /* Reads the desc of a stored GPT, for mt_gpt_create. directory is that of one checkpoint (see mt_checkpoint_path) or of
    a GPT-2 or a Llama of Hugging Face. The desc of a checkpoint is in its metadata; that of Hugging Face is in
-   config.json. Fields that do not change the output of a model (dropout, init_std, sequence_parallel, padded_vocab,
+   config.json. Fields that do not change the output of a model (dropout, init, sequence_parallel, padded_vocab,
    ...) become 0. Not collective. MT_ERR_IO: the files cannot be read. MT_ERR_DATA: they describe no GPT that this
    library can build; the message names the member of config.json, its value and what is accepted. After an error *out
    is unchanged. */
@@ -1184,7 +1199,7 @@ static mt_status mti_mlp_create(mt_context *ctx, const mti_origin *from, const c
     fc1.no_bias = d->no_bias;
     fc1.skip_bias_add = !d->no_bias; /* the bias is added with the activation */
     fc1.sequence_parallel = d->sequence_parallel;
-    fc1.init_std = d->init_std;
+    fc1.init_std = d->init.std;
     fc1.add_to_dx = d->add_to_dx;
     memset(&fc2, 0, sizeof fc2);
     fc2.in_features = d->ffn;
@@ -1193,23 +1208,22 @@ static mt_status mti_mlp_create(mt_context *ctx, const mti_origin *from, const c
     fc2.no_bias = d->no_bias;
     fc2.skip_bias_add = d->skip_bias_add;
     fc2.sequence_parallel = d->sequence_parallel;
-    fc2.init_std = d->output_init_std;
+    fc2.init_std = d->init.output_std;
     MT_TRY(mti_origin_column(ctx, from, 0, name, "linear_fc1", &fc1, &out->fc1));
     return mti_origin_row(ctx, from, name, "linear_fc2", &fc2, &out->fc2);
 }
 
-static mt_status mti_init_std_check(mt_context *ctx, const char *function, const char *name, float init_std,
-                                    float output_init_std) {
-    MT_TRY(mt_check_float(ctx, function, name, "init_std", mt_or_default(init_std, 1), MT_FLOAT_AT_LEAST_0));
-    output_init_std = mt_or_default(output_init_std, 1);
-    return mt_check_float(ctx, function, name, "output_init_std", output_init_std, MT_FLOAT_AT_LEAST_0);
+static mt_status mti_init_check(mt_context *ctx, const char *function, const char *name, const mt_init_desc *init) {
+    float std = mt_or_default(init->std, 1), output_std = mt_or_default(init->output_std, 1);
+    MT_TRY(mt_check_float(ctx, function, name, "init.std", std, MT_FLOAT_AT_LEAST_0));
+    return mt_check_float(ctx, function, name, "init.output_std", output_std, MT_FLOAT_AT_LEAST_0);
 }
 
 static mt_status mti_mlp_desc_check(mt_context *ctx, const char *function, const char *name, const mt_mlp_desc *d) {
     MT_TRY(mt_check_integer(ctx, function, name, "hidden", d->hidden, 1, INT32_MAX));
     MT_TRY(mt_check_integer(ctx, function, name, "ffn", d->ffn, 0, INT32_MAX));
     MT_TRY(mt_check_enum(ctx, function, name, "activation", (int)d->activation, MT_ACTIVATION_WORDS));
-    return mti_init_std_check(ctx, function, name, d->init_std, d->output_init_std);
+    return mti_init_check(ctx, function, name, &d->init);
 }
 
 MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *desc,
@@ -1487,7 +1501,7 @@ static mt_status mti_attention_check(mt_context *ctx, const char *function, cons
     MT_TRY(mt_check_float(ctx, function, name, "dropout", d->dropout, MT_FLOAT_PROBABILITY));
     MT_TRY(mt_check_integer(ctx, function, name, "layer_number", d->layer_number, 0, INT64_MAX));
     MT_TRY(mt_check_enum(ctx, function, name, "qkv_layout", (int)d->qkv_layout, MT_QKV_LAYOUT_WORDS));
-    MT_TRY(mti_init_std_check(ctx, function, name, d->init_std, d->output_init_std));
+    MT_TRY(mti_init_check(ctx, function, name, &d->init));
     MT_TRY(mti_heads_check(ctx, function, name, d->hidden, d->heads, d->kv_heads, shards));
     MT_TRY(mti_attention_rotary_check(ctx, function, name, d));
     return mti_qkv_layout_check(ctx, function, name, d, shards);
@@ -1555,8 +1569,8 @@ static mt_status mti_attention_input(mt_context *ctx, const mti_origin *from, in
     l.parts = parts;
     l.unit = unit;
     if (copied > 0 && pieces > 1) {
-        l.copies = pieces;
-        l.copied = copied;
+        l.split.copies = pieces;
+        l.split.copied = copied;
     }
     l.parts_by_shard = parts > 1;
     return mti_origin_column(ctx, from, index, name, suffix, &l, out);
@@ -1582,7 +1596,7 @@ static mt_status mti_attention_inputs(mt_context *ctx, const mti_origin *from, c
                                       mt_self_attention *out) {
     const mt_self_attention_desc *d = &out->desc;
     int64_t groups = h->kv_heads, head = h->head_dim, width = (h->heads / groups + 2) * head;
-    mt_linear_desc l = mti_attention_linear(d->hidden, d->no_bias, d->sequence_parallel, d->init_std, d->add_to_dx);
+    mt_linear_desc l = mti_attention_linear(d->hidden, d->no_bias, d->sequence_parallel, d->init.std, d->add_to_dx);
     if (d->qkv_layout == MT_QKV_SEPARATE)
         return mti_attention_separate(ctx, from, name, h, &l, &l, &out->separate[0], &out->separate[1]);
     if (d->qkv_layout == MT_QKV_CONCATENATED)
@@ -1606,7 +1620,7 @@ static mt_status mti_attention_proj(mt_context *ctx, const mti_origin *from, con
 static mt_status mti_attention_create(mt_context *ctx, const mti_origin *from, const char *name,
                                       mt_self_attention *out) {
     const mt_self_attention_desc *d = &out->desc;
-    mt_linear_desc proj = mti_attention_linear(0, d->no_bias, d->sequence_parallel, d->output_init_std, 0);
+    mt_linear_desc proj = mti_attention_linear(0, d->no_bias, d->sequence_parallel, d->init.output_std, 0);
     mti_heads h;
     h.heads = d->heads;
     h.kv_heads = d->kv_heads;
@@ -1644,7 +1658,7 @@ MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, co
    and a value), which is not divided. */
 static int mti_is_per_group(const mt_column_parallel_linear *layer, int64_t head_dim) {
     int64_t unit = layer->desc.unit;
-    return layer->desc.parts <= 1 && layer->desc.copies <= 1 && head_dim > 0 && unit / head_dim >= 3 &&
+    return layer->desc.parts <= 1 && layer->desc.split.copies <= 1 && head_dim > 0 && unit / head_dim >= 3 &&
            unit % head_dim == 0;
 }
 
@@ -1717,10 +1731,10 @@ static mt_status mti_query_groups_check(mt_context *ctx, const char *function, c
                                         const mt_column_parallel_linear *layer) {
     const mt_linear_desc *d = &layer->desc;
     if (mti_is_per_group(layer, features)) return MT_SUCCESS;
-    if (d->parts > 1 || d->copies > 1)
+    if (d->parts > 1 || d->split.copies > 1)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': '%s' has no query groups: its %s is %lld", function, name,
                        layer->name, d->parts > 1 ? "parts" : "copies",
-                       (long long)(d->parts > 1 ? d->parts : d->copies));
+                       (long long)(d->parts > 1 ? d->parts : d->split.copies));
     return mt_fail(ctx, MT_ERR_SHAPE,
                    "%s: '%s': features is %lld, must divide the unit %lld of '%s' into three heads or more", function,
                    name, (long long)features, (long long)d->unit, layer->name);
@@ -2511,7 +2525,7 @@ static mt_status mti_cross_desc_check(mt_context *ctx, const char *function, con
     MT_TRY(mt_check_float(ctx, function, name, "dropout", d->dropout, MT_FLOAT_PROBABILITY));
     MT_TRY(mt_check_integer(ctx, function, name, "layer_number", d->layer_number, 0, INT64_MAX));
     MT_TRY(mti_cross_scores_check(ctx, function, name, &d->scores));
-    MT_TRY(mti_init_std_check(ctx, function, name, d->init_std, d->output_init_std));
+    MT_TRY(mti_init_check(ctx, function, name, &d->init));
     return mti_heads_check(ctx, function, name, d->hidden, d->heads, d->kv_heads, shards);
 }
 
@@ -2525,9 +2539,9 @@ static mt_status mti_cross_create(mt_context *ctx, mt_params *params, const char
     h.kv_heads = d->kv_heads;
     h.head_dim = out->head_dim;
     h.pieces = out->pieces;
-    query = mti_attention_linear(d->hidden, d->no_bias, d->sequence_parallel, d->init_std, d->add_to_dx);
-    key_value = mti_attention_linear(d->kv_hidden, d->no_bias, d->sequence_parallel, d->init_std, d->add_to_dmemory);
-    proj = mti_attention_linear(0, d->no_bias, d->sequence_parallel, d->output_init_std, 0);
+    query = mti_attention_linear(d->hidden, d->no_bias, d->sequence_parallel, d->init.std, d->add_to_dx);
+    key_value = mti_attention_linear(d->kv_hidden, d->no_bias, d->sequence_parallel, d->init.std, d->add_to_dmemory);
+    proj = mti_attention_linear(0, d->no_bias, d->sequence_parallel, d->init.output_std, 0);
     proj.skip_bias_add = d->skip_bias_add;
     MT_TRY(mti_attention_separate(ctx, &from, name, &h, &query, &key_value, &out->query, out->key_value));
     MT_TRY(mti_attention_proj(ctx, &from, name, &h, proj, &out->proj));
@@ -2863,8 +2877,8 @@ static mt_status mti_layer_norm(mt_context *ctx, mt_params *params, const char *
     mt_norm_layer_desc n;
     memset(&n, 0, sizeof n);
     n.features = d->hidden;
-    n.kind = d->norm;
-    n.eps = d->norm_eps;
+    n.kind = d->norm.kind;
+    n.eps = d->norm.eps;
     n.sequence_parallel = d->sequence_parallel;
     MT_TRY(mt_param_name(ctx, full, name, suffix));
     return mt_norm_layer_create(ctx, params, full, &n, out);
@@ -2883,8 +2897,8 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
     a.kv_heads = d->kv_heads;
     a.scores = d->scores;
     a.max_seq = d->max_seq;
-    a.dropout = d->attention_dropout;
-    a.layer_number = d->layer_number;
+    a.dropout = d->dropout.attention;
+    a.layer_number = d->dropout.layer_number;
     m.hidden = d->hidden;
     m.ffn = d->ffn;
     m.activation = d->activation;
@@ -2893,8 +2907,7 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
     a.sequence_parallel = m.sequence_parallel = d->sequence_parallel;
     a.qkv_layout = d->qkv_layout;
     a.recompute_core = d->recompute == MT_RECOMPUTE_SELECTIVE;
-    a.init_std = m.init_std = d->init_std;
-    a.output_init_std = m.output_init_std = d->output_init_std;
+    a.init = m.init = d->init;
     MT_TRY(mti_layer_norm(ctx, params, name, "input_layernorm", d, &out->input_norm));
     MT_TRY(mt_param_name(ctx, full, name, "self_attention"));
     MT_TRY(mt_self_attention_create(ctx, params, full, &a, &out->attention));
@@ -2908,13 +2921,13 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
 static mt_status mti_layer_desc_check(mt_context *ctx, const char *function, const char *name,
                                       const mt_transformer_layer_desc *d) {
     MT_TRY(mt_check_integer(ctx, function, name, "hidden", d->hidden, 1, INT32_MAX));
-    MT_TRY(mt_check_enum(ctx, function, name, "placement", (int)d->placement, MT_LN_PLACEMENT_WORDS));
-    MT_TRY(mt_check_enum(ctx, function, name, "norm", (int)d->norm, MT_NORM_WORDS));
-    MT_TRY(mt_check_float(ctx, function, name, "norm_eps", d->norm_eps, MT_FLOAT_AT_LEAST_0));
-    MT_TRY(mt_check_float(ctx, function, name, "attention_dropout", d->attention_dropout, MT_FLOAT_PROBABILITY));
-    MT_TRY(mt_check_float(ctx, function, name, "hidden_dropout", d->hidden_dropout, MT_FLOAT_PROBABILITY));
+    MT_TRY(mt_check_enum(ctx, function, name, "norm.placement", (int)d->norm.placement, MT_LN_PLACEMENT_WORDS));
+    MT_TRY(mt_check_enum(ctx, function, name, "norm.kind", (int)d->norm.kind, MT_NORM_WORDS));
+    MT_TRY(mt_check_float(ctx, function, name, "norm.eps", d->norm.eps, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mt_check_float(ctx, function, name, "dropout.attention", d->dropout.attention, MT_FLOAT_PROBABILITY));
+    MT_TRY(mt_check_float(ctx, function, name, "dropout.hidden", d->dropout.hidden, MT_FLOAT_PROBABILITY));
     MT_TRY(mt_check_enum(ctx, function, name, "recompute", (int)d->recompute, MT_RECOMPUTE_WORDS));
-    return mti_init_std_check(ctx, function, name, d->init_std, d->output_init_std);
+    return mti_init_check(ctx, function, name, &d->init);
 }
 
 MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params, const char *name,
@@ -2963,7 +2976,7 @@ static mti_sublayer mti_sublayer_of(const mt_transformer_layer *layer, const mt_
     h.index = index;
     h.norm = index == 0 ? &layer->input_norm : &layer->mlp_norm;
     h.bias = index == 0 ? layer->attention.proj.bias : layer->mlp.fc2.bias;
-    h.dropout = mti_row_dropout(batch, training ? layer->desc.hidden_dropout : 0.0f, layer->desc.layer_number,
+    h.dropout = mti_row_dropout(batch, training ? layer->desc.dropout.hidden : 0.0f, layer->desc.dropout.layer_number,
                                 1 + index, layer->desc.sequence_parallel, layer->tp, rows, layer->desc.hidden);
     return h;
 }
@@ -3002,12 +3015,12 @@ static mt_status mti_sublayer_forward(mt_context *ctx, const mti_sublayer *h, mt
     mt_norm_saved *norm = !saved ? NULL : h->index == 0 ? &saved->input_norm : &saved->mlp_norm;
     mt_tensor inner;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &inner));
-    if (h->layer->desc.placement == MT_POST_LN) {
+    if (h->layer->desc.norm.placement == MT_POST_LN) {
         MT_TRY(mti_sublayer_add(ctx, h, x, x, inner, saved));
         return mt_norm_layer_forward(ctx, h->norm, inner, y, norm);
     }
     MT_TRY(mt_norm_layer_forward(ctx, h->norm, x, inner, norm));
-    return mti_sublayer_add(ctx, h, inner, h->layer->desc.placement == MT_PRE_LN ? x : inner, y, saved);
+    return mti_sublayer_add(ctx, h, inner, h->layer->desc.norm.placement == MT_PRE_LN ? x : inner, y, saved);
 }
 
 /* The argument of mti_drop_rows. */
@@ -3048,7 +3061,7 @@ static mt_status mti_sublayer_backward(mt_context *ctx, const mti_sublayer *h, m
     const mt_norm_saved *norm = h->index == 0 ? &saved->input_norm : &saved->mlp_norm;
     mt_tensor dinner, dblock;
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &dinner));
-    if (h->layer->desc.placement == MT_POST_LN) {
+    if (h->layer->desc.norm.placement == MT_POST_LN) {
         MT_TRY(mt_norm_layer_backward(ctx, h->norm, dy, mt_none(), dinner, norm));
         MT_TRY(mti_sublayer_drop_backward(ctx, h, dinner, &dblock));
         MT_TRY(mti_sublayer_block_backward(ctx, h, dblock, dx, saved));
@@ -3056,7 +3069,7 @@ static mt_status mti_sublayer_backward(mt_context *ctx, const mti_sublayer *h, m
     }
     MT_TRY(mti_sublayer_drop_backward(ctx, h, dy, &dblock));
     MT_TRY(mti_sublayer_block_backward(ctx, h, dblock, dinner, saved));
-    if (h->layer->desc.placement == MT_PRE_LN) return mt_norm_layer_backward(ctx, h->norm, dinner, dy, dx, norm);
+    if (h->layer->desc.norm.placement == MT_PRE_LN) return mt_norm_layer_backward(ctx, h->norm, dinner, dy, dx, norm);
     MT_TRY(mt_add(ctx, dinner, dy, dinner));
     return mt_norm_layer_backward(ctx, h->norm, dinner, mt_none(), dx, norm);
 }
@@ -3132,7 +3145,7 @@ static mt_status mti_layer_again(mt_context *ctx, const mt_transformer_layer *la
     mt_batch batch = saved->attention.batch;
     mt_tensor x = saved->x, y = mt_none();
     mt_status status;
-    if (layer->desc.placement == MT_POST_LN) MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &y));
+    if (layer->desc.norm.placement == MT_POST_LN) MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &y));
     mt_hash_log_pause(ctx, 1);
     mt_trace_recompute(ctx, 1);
     status = mti_layer_forward(ctx, layer, &batch, NULL, x, y, saved);
@@ -3200,9 +3213,10 @@ static mt_status mti_model_check(mt_context *ctx, const char *function, const mt
     if (d->layer.max_seq && d->layer.max_seq != d->max_seq)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: layer.max_seq is %lld, must be 0 or max_seq %lld", function,
                        (long long)d->layer.max_seq, (long long)d->max_seq);
-    if (d->layer.layer_number)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: layer.layer_number is %lld, must be 0: the model numbers its layers",
-                       function, (long long)d->layer.layer_number);
+    if (d->layer.dropout.layer_number)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: layer.dropout.layer_number is %lld, must be 0: the model numbers its layers", function,
+                       (long long)d->layer.dropout.layer_number);
     if (d->recompute_layers && d->layer.recompute == MT_RECOMPUTE_NONE)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: recompute_layers is %lld, must be 0 with MT_RECOMPUTE_NONE", function,
                        (long long)d->recompute_layers);
@@ -3229,7 +3243,7 @@ static mt_status mti_model_table(mt_context *ctx, mt_params *params, const mt_la
     p.name = name;
     p.rows = rows;
     p.cols = l->hidden;
-    p.init_std = mt_or_default(l->init_std, 0.02f);
+    p.init_std = mt_or_default(l->init.std, 0.02f);
     p.weight_decay = 1;
     p.sequence_partial = l->sequence_parallel;
     return mt_params_add(ctx, params, &p, out);
@@ -3245,7 +3259,7 @@ static mt_status mti_model_embedding(mt_context *ctx, mt_params *params, mt_lang
     e.vocab = d->vocab;
     e.padded_vocab = d->padded_vocab;
     e.features = d->layer.hidden;
-    e.init_std = d->layer.init_std;
+    e.init_std = d->layer.init.std;
     e.sequence_parallel = d->layer.sequence_parallel;
     e.shared = d->tied_head;
     MT_TRY(mt_vocab_parallel_embedding_create(ctx, params, "embedding.word_embeddings", &e, &m->tokens));
@@ -3268,14 +3282,14 @@ static mt_status mti_model_layers(mt_context *ctx, mt_params *params, mt_languag
     MT_TRY(mt_params_buffer(ctx, params, (size_t)m->local_layers * sizeof *m->layers, 1, &memory));
     m->layers = (mt_transformer_layer *)memory;
     for (i = 0; i < m->local_layers; i++) {
-        m->desc.layer.layer_number = m->first_layer + i;
+        m->desc.layer.dropout.layer_number = m->first_layer + i;
         m->desc.layer.recompute = i < recomputed ? recompute : MT_RECOMPUTE_NONE;
         snprintf(name, sizeof name, "%s.layers.%lld", m->desc.is_encoder ? "encoder" : "decoder",
                  (long long)(m->first_layer + i));
         MT_TRY(mt_transformer_layer_create(ctx, params, name, &m->desc.layer, &m->layers[i]));
     }
     m->desc.layer.recompute = recompute;
-    m->desc.layer.layer_number = 0;
+    m->desc.layer.dropout.layer_number = 0;
     return MT_SUCCESS;
 }
 
@@ -3288,12 +3302,12 @@ static mt_status mti_model_create(mt_context *ctx, mt_params *params, const mt_l
     m->local_layers = desc->layers / m->grid->pp_size;
     m->first_layer = m->grid->pp_rank * m->local_layers;
     l->max_seq = l->scores.rotary_base > 0.0f ? desc->max_seq : 0;
-    if (l->output_init_std == 0.0f)
-        l->output_init_std = mt_or_default(l->init_std, 0.02f) / sqrtf(2.0f * (float)desc->layers);
-    if (l->init_std == (float)MT_ZERO && l->output_init_std == 0.0f) l->output_init_std = (float)MT_ZERO;
+    if (l->init.output_std == 0.0f)
+        l->init.output_std = mt_or_default(l->init.std, 0.02f) / sqrtf(2.0f * (float)desc->layers);
+    if (l->init.std == (float)MT_ZERO && l->init.output_std == 0.0f) l->init.output_std = (float)MT_ZERO;
     MT_TRY(mti_model_embedding(ctx, params, m));
     MT_TRY(mti_model_layers(ctx, params, m));
-    if (!mti_model_is_last(m) || l->placement == MT_POST_LN) return MT_SUCCESS;
+    if (!mti_model_is_last(m) || l->norm.placement == MT_POST_LN) return MT_SUCCESS;
     return mti_layer_norm(ctx, params, desc->is_encoder ? "encoder" : "decoder", "final_layernorm", l, &m->final_norm);
 }
 
@@ -3787,10 +3801,10 @@ static mt_status mti_output_create(mt_context *ctx, mt_params *params, const mt_
     memset(&d, 0, sizeof d);
     d.in_features = l->hidden;
     d.out_features = m->desc.vocab;
-    d.padded_out_features = m->desc.padded_vocab;
+    d.split.padded_out_features = m->desc.padded_vocab;
     d.no_bias = no_bias;
     if (m->desc.tied_head) d.weight = m->tokens.weight;
-    else d.init_std = l->init_std;
+    else d.init_std = l->init.std;
     d.sequence_parallel = sequence_parallel;
     return mt_column_parallel_linear_create(ctx, params, "output_layer", &d, out);
 }
@@ -4210,7 +4224,7 @@ static mt_language_model_desc mti_bert_model(const mt_bert_desc *d) {
     m.layer.scores.mask = MT_MASK_BIDIRECTIONAL;
     m.is_encoder = 1;
     m.token_types = d->token_types ? d->token_types : 2;
-    m.embedding_norm = d->layer.placement == MT_POST_LN;
+    m.embedding_norm = d->layer.norm.placement == MT_POST_LN;
     m.tied_head = 1;
     m.recompute_layers = d->recompute_layers;
     m.embedding_dropout = d->embedding_dropout;
@@ -4227,7 +4241,7 @@ static mt_status mti_bert_dense(mt_context *ctx, mt_params *params, const mt_ber
     d.in_features = d.out_features = l->hidden;
     d.gather_output = 1;
     d.sequence_parallel = sequence_parallel;
-    d.init_std = l->init_std;
+    d.init_std = l->init.std;
     return mt_column_parallel_linear_create(ctx, params, name, &d, out);
 }
 
@@ -4237,7 +4251,7 @@ static mt_status mti_bert_binary(mt_context *ctx, mt_params *params, mt_bert *be
     memset(&d, 0, sizeof d);
     d.in_features = bert->desc.layer.hidden;
     d.out_features = 2;
-    d.init_std = bert->desc.layer.init_std;
+    d.init_std = bert->desc.layer.init.std;
     MT_TRY(mti_bert_dense(ctx, params, bert, "pooler.dense", 0, &bert->pooler));
     return mt_column_parallel_linear_create(ctx, params, "binary_head", &d, &bert->binary_head);
 }
@@ -4623,9 +4637,10 @@ static const struct {
     {MTI_BOTH("heads"), MT_FIELD_I64, MTI_AT(d.layer.heads), 1, INT32_MAX, 0, NULL},
     {MTI_BOTH("kv_heads"), MT_FIELD_I64, MTI_AT(d.layer.kv_heads), 1, INT32_MAX, 0, NULL},
     {MTI_BOTH("ffn"), MT_FIELD_I64, MTI_AT(d.layer.ffn), 1, INT32_MAX, 0, NULL},
-    {MTI_BOTH("placement"), MT_FIELD_INT, MTI_AT(d.layer.placement), 0, MT_RESIDUAL_POST_LN, 0, MT_LN_PLACEMENT_WORDS},
-    {MTI_BOTH("norm"), MT_FIELD_INT, MTI_AT(d.layer.norm), 0, MT_RMS_NORM, 0, MT_NORM_WORDS},
-    {MTI_BOTH("norm_eps"), MT_FIELD_F32, MTI_AT(d.layer.norm_eps), 1, 0, 0, NULL},
+    {MTI_BOTH("placement"), MT_FIELD_INT, MTI_AT(d.layer.norm.placement), 0, MT_RESIDUAL_POST_LN, 0,
+     MT_LN_PLACEMENT_WORDS},
+    {MTI_BOTH("norm"), MT_FIELD_INT, MTI_AT(d.layer.norm.kind), 0, MT_RMS_NORM, 0, MT_NORM_WORDS},
+    {MTI_BOTH("norm_eps"), MT_FIELD_F32, MTI_AT(d.layer.norm.eps), 1, 0, 0, NULL},
     {MTI_BOTH("activation"), MT_FIELD_INT, MTI_AT(d.layer.activation), 0, MT_ACTIVATION_COUNT - 1, 0,
      MT_ACTIVATION_WORDS},
     {"gpt.mask", NULL, MT_FIELD_INT, MTI_AT(d.layer.scores.mask), 0, MT_MASK_BIDIRECTIONAL, 0, MT_MASK_WORDS},
@@ -4659,7 +4674,7 @@ static void mti_described_plain(mti_described *m) {
     mt_transformer_layer_desc *l = &m->d.layer;
     if (!l->kv_heads) l->kv_heads = l->heads;
     if (!l->ffn) l->ffn = 4 * l->hidden;
-    if (l->norm_eps == 0.0f) l->norm_eps = 1e-5f;
+    if (l->norm.eps == 0.0f) l->norm.eps = 1e-5f;
     if (l->heads > 0 && l->scores.rotary_dim == l->hidden / l->heads) l->scores.rotary_dim = 0;
     l->no_bias = l->no_bias != 0;
     m->d.untied_head = m->d.untied_head != 0;
@@ -4884,20 +4899,21 @@ static const mt_tensor_table mti_bert_tables[] = {
    define them. */
 static int mti_is_gpt2(const mti_described *m) {
     const mt_transformer_layer_desc *l = &m->d.layer;
-    return !m->is_bert && l->placement == MT_PRE_LN && l->norm == MT_LAYER_NORM && l->activation != MT_SWIGLU &&
-           l->scores.mask == MT_MASK_CAUSAL && l->scores.rotary_base == 0.0f && l->kv_heads == l->heads && !l->no_bias;
+    return !m->is_bert && l->norm.placement == MT_PRE_LN && l->norm.kind == MT_LAYER_NORM &&
+           l->activation != MT_SWIGLU && l->scores.mask == MT_MASK_CAUSAL && l->scores.rotary_base == 0.0f &&
+           l->kv_heads == l->heads && !l->no_bias;
 }
 
 static int mti_is_llama(const mti_described *m) {
     const mt_transformer_layer_desc *l = &m->d.layer;
-    return !m->is_bert && l->placement == MT_PRE_LN && l->norm == MT_RMS_NORM && l->activation == MT_SWIGLU &&
+    return !m->is_bert && l->norm.placement == MT_PRE_LN && l->norm.kind == MT_RMS_NORM && l->activation == MT_SWIGLU &&
            l->scores.mask == MT_MASK_CAUSAL && l->scores.rotary_base > 0.0f && l->scores.rotary_dim == 0;
 }
 
 static int mti_is_bert(const mti_described *m) {
     const mt_transformer_layer_desc *l = &m->d.layer;
-    return m->is_bert && l->placement == MT_POST_LN && l->norm == MT_LAYER_NORM && l->scores.rotary_base == 0.0f &&
-           l->kv_heads == l->heads && !l->no_bias;
+    return m->is_bert && l->norm.placement == MT_POST_LN && l->norm.kind == MT_LAYER_NORM &&
+           l->scores.rotary_base == 0.0f && l->kv_heads == l->heads && !l->no_bias;
 }
 
 /* Returns the table of a model of Hugging Face, or NULL for any other model. */
@@ -5106,7 +5122,7 @@ static mt_status mti_gpt2_read(const mti_config *c, mt_gpt_desc *out) {
     if (l->hidden % l->heads != 0)
         return mt_fail(c->ctx, MT_ERR_DATA, "%s: n_embd is %lld, must be a multiple of n_head %lld", c->path,
                        (long long)l->hidden, (long long)l->heads);
-    l->norm_eps = (float)eps;
+    l->norm.eps = (float)eps;
     out->untied_head = !tied;
     return MT_SUCCESS;
 }
@@ -5342,9 +5358,9 @@ static mt_status mti_llama_read(const mti_config *c, mt_gpt_desc *out) {
         return mti_config_refuse(c, "mlp_bias", mlp_bias ? "true" : "false",
                                  attention_bias ? "true, as attention_bias is" : "false, as attention_bias is");
     MT_TRY(mti_llama_shape(c, out, head_dim));
-    l->norm = MT_RMS_NORM;
+    l->norm.kind = MT_RMS_NORM;
     l->activation = MT_SWIGLU;
-    l->norm_eps = (float)eps;
+    l->norm.eps = (float)eps;
     l->no_bias = !mlp_bias;
     out->untied_head = !tied;
     return MT_SUCCESS;
@@ -5380,8 +5396,8 @@ static mt_status mti_bert_read(const mti_config *c, mti_described *out) {
     if (l->hidden % l->heads != 0)
         return mt_fail(c->ctx, MT_ERR_DATA, "%s: hidden_size is %lld, must be a multiple of num_attention_heads %lld",
                        c->path, (long long)l->hidden, (long long)l->heads);
-    l->placement = MT_POST_LN;
-    l->norm_eps = (float)eps;
+    l->norm.placement = MT_POST_LN;
+    l->norm.eps = (float)eps;
     out->d.untied_head = !tied;
     return MT_SUCCESS;
 }
@@ -5488,7 +5504,7 @@ static mt_status mti_config_agree(const mti_config *c, const char *type, const m
          &l->ffn},
         {{"num_key_value_heads", NULL, NULL, NULL}, MT_FIELD_I64, &l->kv_heads},
         {{"head_dim", NULL, NULL, NULL}, MT_FIELD_I64, &head_dim},
-        {{eps, "layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps"}, MT_FIELD_F32, &l->norm_eps},
+        {{eps, "layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps"}, MT_FIELD_F32, &l->norm.eps},
         {{"tie_word_embeddings", NULL, NULL, NULL}, MT_FIELD_BOOL, &tied},
         {{"attention_bias", "mlp_bias", NULL, NULL}, MT_FIELD_BOOL, &biases},
         {{"type_vocab_size", NULL, NULL, NULL}, MT_FIELD_I64, &m->token_types}};
@@ -5622,8 +5638,8 @@ static int mti_gpt2_write(const mt_gpt_desc *d, char *text, size_t bytes) {
         "  \"tie_word_embeddings\": %s\n}\n",
         mti_activation_text(d->layer.activation), (long long)d->vocab, (long long)d->max_seq,
         (long long)d->layer.hidden, (long long)d->layers, (long long)d->layer.heads, (long long)d->layer.ffn,
-        mti_float_text(d->layer.norm_eps, eps), mti_float_text(d->embedding_dropout, embedding),
-        mti_float_text(d->layer.attention_dropout, attention), mti_float_text(d->layer.hidden_dropout, hidden),
+        mti_float_text(d->layer.norm.eps, eps), mti_float_text(d->embedding_dropout, embedding),
+        mti_float_text(d->layer.dropout.attention, attention), mti_float_text(d->layer.dropout.hidden, hidden),
         has_end ? "50256" : "null", has_end ? "50256" : "null", d->untied_head ? "false" : "true");
 }
 
@@ -5644,8 +5660,8 @@ static int mti_llama_write(const mt_gpt_desc *d, char *text, size_t bytes) {
                     (long long)d->vocab, (long long)d->max_seq, (long long)d->layer.hidden, (long long)d->layers,
                     (long long)d->layer.heads, (long long)d->layer.kv_heads,
                     (long long)(d->layer.hidden / d->layer.heads), (long long)d->layer.ffn,
-                    mti_float_text(d->layer.norm_eps, eps), theta, theta, biases, biases,
-                    mti_float_text(d->layer.attention_dropout, attention), d->untied_head ? "false" : "true");
+                    mti_float_text(d->layer.norm.eps, eps), theta, theta, biases, biases,
+                    mti_float_text(d->layer.dropout.attention, attention), d->untied_head ? "false" : "true");
 }
 
 /* Writes a config.json of a BERT of the class `head`. */
@@ -5660,9 +5676,9 @@ static int mti_bert_write(const mti_described *m, const char *head, char *text, 
                     "  \"pad_token_id\": null,\n  \"tie_word_embeddings\": true\n}\n",
                     head, mti_activation_text(m->d.layer.activation), (long long)m->d.vocab, (long long)m->d.max_seq,
                     (long long)m->token_types, (long long)m->d.layer.hidden, (long long)m->d.layers,
-                    (long long)m->d.layer.heads, (long long)m->d.layer.ffn, mti_float_text(m->d.layer.norm_eps, eps),
-                    mti_float_text(m->d.layer.attention_dropout, attention),
-                    mti_float_text(m->d.layer.hidden_dropout, hidden));
+                    (long long)m->d.layer.heads, (long long)m->d.layer.ffn, mti_float_text(m->d.layer.norm.eps, eps),
+                    mti_float_text(m->d.layer.dropout.attention, attention),
+                    mti_float_text(m->d.layer.dropout.hidden, hidden));
 }
 
 /* Replaces the value of a member at each place that has it. The text has room for it. */

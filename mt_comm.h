@@ -123,7 +123,7 @@ MT_API const char *mt_status_string(mt_status status);
 /* Structs named mt_..._desc may be zero-initialised. "0: x" in the comment of a field means that 0 selects x. In
    the following fields, MT_ZERO means the number zero:
        beta1, beta2, eps                mt_optimizer_desc. Without beta1, AdamW is RMSProp with weight decay
-       init_std, output_init_std        of layers, blocks and models: the first weights are 0
+       init_std, std, output_std        of layers, blocks and models (mt_init_desc): the first weights are 0
        scale                            mt_scores_desc: each query sees the mean of its values
        top_p                            mt_sample_desc: only the first token is kept
        ignore_index                     of the cross-entropy and of models: targets of 0 have no loss

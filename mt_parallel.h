@@ -472,6 +472,17 @@ MT_API mt_status mt_declare_shards(mt_context *ctx, const mt_comm *tp, const mt_
 
 /* ---- column- and row-parallel linear (arXiv 1909.08053, section 3) (src/parallel/linear.h) ----------------------- */
 
+/* What only few column-parallel layers need of the dimension that is split: padding and copies, see mt_param_desc. All
+   fields may be 0. */
+typedef struct mt_split_desc {
+    /* out_features with padding of your own, see mt_param_desc.padded_features. With mt_linear_desc.weight the layer
+       has the padding of this weight, and padded_out_features must be 0 or the same (MT_ERR_SHAPE); 0: none */
+    int64_t padded_out_features;
+    /* Keys and values that several ranks need. y has a rank's pieces in order. Not for layers of tensors in your own
+       memory (MT_ERR_ARGUMENT), because nothing sums the gradients of their copies */
+    int64_t copies, copied;
+} mt_split_desc;
+
 /* Y = X W^T + b with W [out_features, in_features]. A column-parallel layer contains f: its backward all-reduces dx. A
    row-parallel layer contains g: its forward all-reduces y. Do not call f or g yourself around or between these layers.
    By default (everything zero except the sizes) a layer has a bias and no sequence parallelism, y of a column-parallel
@@ -507,12 +518,7 @@ typedef struct mt_linear_desc {
        gets the same bits as from an mt_add after the call. The sum over ranks is complete before it is added. It is
        read in each call: layer->desc.add_to_dx may change between calls. The hash log has dx after the addition */
     int add_to_dx;
-    /* column only: out_features with padding of your own, see mt_param_desc.padded_features. With `weight` the layer
-       has the padding of this weight, and padded_out_features must be 0 or the same (MT_ERR_SHAPE); 0: none */
-    int64_t padded_out_features;
-    /* column only: keys and values that several ranks need, see mt_param_desc. y has a rank's pieces in order. Not for
-       layers of tensors in your own memory (MT_ERR_ARGUMENT), because nothing sums the gradients of their copies */
-    int64_t copies, copied;
+    mt_split_desc split; /* column only */
 } mt_linear_desc;
 
 /* A column-parallel or a row-parallel layer, as its create function says. local_features is this rank's share of the
@@ -695,7 +701,7 @@ typedef struct mt_embedding_desc {
     int shared;
     /* advanced */
     /* rows of the table with padding of your own, such as 50304 for a vocab of 50257. Each of t tensor ranks has
-       padded_vocab / t of them, rounded up. Set it also in the output head (mt_linear_desc.padded_out_features) and
+       padded_vocab / t of them, rounded up. Set it also in the output head (mt_split_desc.padded_out_features) and
        in mt_cross_entropy_desc. Ids must still be below vocab. The rows from vocab on may hold any finite numbers: they
        do not enter the loss or a gradient, and their own gradient is 0. Checkpoints have the rows of vocab only; they
        load with any padding. 0: no padding of your own */
@@ -4676,9 +4682,9 @@ static void mti_linear_describe(const mt_linear_desc *d, mt_placement placement,
     w->placement = placement;
     w->parts = d->parts;
     w->unit = d->unit;
-    w->padded_features = d->padded_out_features;
-    w->copies = d->copies;
-    w->copied = d->copied;
+    w->padded_features = d->split.padded_out_features;
+    w->copies = d->split.copies;
+    w->copied = d->split.copied;
     w->init_std = mt_or_default(d->init_std, 0.02f);
     w->weight_decay = 1;
     memset(b, 0, sizeof *b);
@@ -4686,11 +4692,11 @@ static void mti_linear_describe(const mt_linear_desc *d, mt_placement placement,
     b->cols = d->out_features;
     if (placement == MT_SPLIT_ROWS) {
         b->placement = MT_SPLIT_COLS;
-        b->padded_features = d->weight ? d->weight->desc.padded_features : d->padded_out_features;
+        b->padded_features = d->weight ? d->weight->desc.padded_features : d->split.padded_out_features;
         b->parts = d->parts;
         b->unit = d->unit;
-        b->copies = d->copies;
-        b->copied = d->copied;
+        b->copies = d->split.copies;
+        b->copied = d->split.copied;
     } else {
         b->sequence_partial = d->sequence_parallel;
     }
@@ -4890,13 +4896,15 @@ static mt_status mti_shared_weight(mt_context *ctx, const char *function, const 
                        (long long)w->desc.cols);
     MT_TRY(mti_shared_check(ctx, function, name, "parts", d->parts, w, w->desc.parts));
     MT_TRY(mti_shared_check(ctx, function, name, "unit", d->unit, w, w->desc.unit));
-    if (d->copies > 1 || w->desc.copies > 1)
+    if (d->split.copies > 1 || w->desc.copies > 1)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' shares the weight '%s', and one of them has copies", function, name,
                        w->name);
-    if (!d->padded_out_features || d->padded_out_features == mti_padded(d->out_features, w->desc.padded_features))
+    if (!d->split.padded_out_features ||
+        d->split.padded_out_features == mti_padded(d->out_features, w->desc.padded_features))
         return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': padded_out_features is %lld, that of the shared weight '%s' is %lld",
-                   function, name, (long long)d->padded_out_features, w->name, (long long)w->desc.padded_features);
+    return mt_fail(ctx, MT_ERR_SHAPE,
+                   "%s: '%s': split.padded_out_features is %lld, that of the shared weight '%s' is %lld", function,
+                   name, (long long)d->split.padded_out_features, w->name, (long long)w->desc.padded_features);
 }
 
 /* Makes a layer of its parameters. bias may be NULL. */
@@ -4915,11 +4923,11 @@ static void mti_linear_make(mt_parallel_linear *out, const char *name, const mt_
 static mt_status mti_linear_kind(mt_context *ctx, const char *function, const char *name, const mt_linear_desc *d,
                                  mt_placement placement) {
     int column = placement == MT_SPLIT_ROWS;
-    const char *field = column                   ? (d->input_is_parallel ? "input_is_parallel" : NULL)
-                        : d->weight              ? "weight"
-                        : d->gather_output       ? "gather_output"
-                        : d->padded_out_features ? "padded_out_features"
-                                                 : NULL;
+    const char *field = column                         ? (d->input_is_parallel ? "input_is_parallel" : NULL)
+                        : d->weight                    ? "weight"
+                        : d->gather_output             ? "gather_output"
+                        : d->split.padded_out_features ? "split.padded_out_features"
+                                                       : NULL;
     if (!field) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets %s, which is for %s-parallel layers", function, name, field,
                    column ? "row" : "column");
@@ -5631,14 +5639,14 @@ static void mti_own_sizes(const mt_context *ctx, const mt_comm *tp, mt_placement
 static mt_status mti_own_linear(mt_context *ctx, const char *function, mt_comm *tp, const char *name,
                                 mt_placement placement, const mt_linear_tensors *t, mt_linear_desc *d,
                                 mt_param *params) {
-    const char *field = d->weight                                              ? "weight"
-                        : d->init_std != 0.0f                                  ? "init_std"
-                        : d->no_bias && (t->b.data || t->db.data)              ? "no_bias"
-                        : placement == MT_SPLIT_ROWS && d->input_is_parallel   ? "input_is_parallel"
-                        : placement == MT_SPLIT_COLS && d->gather_output       ? "gather_output"
-                        : placement == MT_SPLIT_COLS && d->padded_out_features ? "padded_out_features"
-                        : d->copies > 1                                        ? "copies"
-                                                                               : NULL;
+    const char *field = d->weight                                                    ? "weight"
+                        : d->init_std != 0.0f                                        ? "init_std"
+                        : d->no_bias && (t->b.data || t->db.data)                    ? "no_bias"
+                        : placement == MT_SPLIT_ROWS && d->input_is_parallel         ? "input_is_parallel"
+                        : placement == MT_SPLIT_COLS && d->gather_output             ? "gather_output"
+                        : placement == MT_SPLIT_COLS && d->split.padded_out_features ? "split.padded_out_features"
+                        : d->split.copies > 1                                        ? "split.copies"
+                                                                                     : NULL;
     int whole = placement == MT_SPLIT_ROWS ? d->gather_output : !d->input_is_parallel;
     mt_param_desc w, b;
     if (!t->w.data) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: w is NULL", function);

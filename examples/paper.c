@@ -168,8 +168,8 @@ static mt_gpt_desc gpt_of(const shape *m) {
                      .embedding_dropout = 0.1f,
                      .layer = {.hidden = m->hidden,
                                .heads = m->heads,
-                               .attention_dropout = 0.1f,
-                               .hidden_dropout = 0.1f,
+                               .dropout.attention = 0.1f,
+                               .dropout.hidden = 0.1f,
                                .recompute = MT_RECOMPUTE_FULL}};
     return d;
 }

@@ -185,7 +185,7 @@ static mt_status read_origin(mt_context *ctx, job *j, const char *from) {
     take_number(j, from, "heads", d->layer.heads, "heads");
     take_number(j, from, "ffn", d->layer.ffn, "features in its MLP");
     take_number(j, from, "vocab", d->vocab, "tokens in its vocabulary");
-    take_choice(j, from, "placement", (int)d->layer.placement);
+    take_choice(j, from, "placement", (int)d->layer.norm.placement);
     take_seq(j, from, d->max_seq);
     return MT_SUCCESS;
 }
@@ -398,8 +398,8 @@ static mt_status create_model(trainer *t) {
     l->hidden = (int64_t)o->hidden;
     l->heads = (int64_t)o->heads;
     l->ffn = (int64_t)o->ffn;
-    l->placement = (mt_ln_placement)o->placement;
-    l->attention_dropout = l->hidden_dropout = (float)o->dropout;
+    l->norm.placement = (mt_ln_placement)o->placement;
+    l->dropout.attention = l->dropout.hidden = (float)o->dropout;
     l->sequence_parallel = o->sequence_parallel;
     l->recompute = (mt_recompute)o->recompute;
     return mt_bert_create(t->ctx, t->params, &d, &t->model.bert);

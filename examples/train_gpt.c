@@ -190,9 +190,9 @@ static mt_gpt_desc model_of(const options *o, const mt_gpt_desc *origin) {
                                .heads = (int64_t)o->heads,
                                .kv_heads = (int64_t)o->kv_heads,
                                .ffn = (int64_t)o->ffn,
-                               .placement = origin->layer.placement,
-                               .norm = o->rmsnorm ? MT_RMS_NORM : MT_LAYER_NORM,
-                               .norm_eps = origin->layer.norm_eps,
+                               .norm = {.kind = o->rmsnorm ? MT_RMS_NORM : MT_LAYER_NORM,
+                                        .eps = origin->layer.norm.eps,
+                                        .placement = origin->layer.norm.placement},
                                .activation = (mt_activation)o->activation,
                                .scores = {.mask = of->mask,
                                           .rotary_base = o->rotary ? base : 0.0f,
@@ -202,8 +202,7 @@ static mt_gpt_desc model_of(const options *o, const mt_gpt_desc *origin) {
                                           .softcap = (float)o->softcap,
                                           .alibi = o->alibi,
                                           .scale = of->scale},
-                               .attention_dropout = (float)o->dropout,
-                               .hidden_dropout = (float)o->dropout,
+                               .dropout = {.attention = (float)o->dropout, .hidden = (float)o->dropout},
                                .no_bias = origin->layer.no_bias,
                                .qkv_layout = origin->layer.qkv_layout,
                                .sequence_parallel = o->sequence_parallel,
@@ -425,7 +424,7 @@ static void take_shape(job *job, const char *from) {
     take_switch(job, from, "alibi", l->scores.alibi, positions);
     take_limit(job, from, "window", (double)l->scores.window);
     take_limit(job, from, "softcap", (double)l->scores.softcap);
-    take_switch(job, from, "rmsnorm", l->norm == MT_RMS_NORM, "layer normalisation");
+    take_switch(job, from, "rmsnorm", l->norm.kind == MT_RMS_NORM, "layer normalisation");
     take_switch(job, from, "untied", d->untied_head, "an output head that is its embedding");
     take_positions(job, from);
     take_choice(job, from, "activation", (int)l->activation);

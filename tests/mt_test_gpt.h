@@ -125,7 +125,7 @@ static inline mt_gpt_desc gpt_model(const gpt_run *r) {
     d.layer.heads = r->llama == 1 ? 16 : 8;
     d.layer.kv_heads = r->kv_heads ? r->kv_heads : 8;
     d.layer.ffn = r->ffn ? r->ffn : 44;
-    d.layer.attention_dropout = d.layer.hidden_dropout = 0.1f;
+    d.layer.dropout.attention = d.layer.dropout.hidden = 0.1f;
     d.layer.sequence_parallel = r->sequence_parallel;
     if (r->wide) {
         d.layer.hidden = d.layer.ffn = 128;
@@ -138,12 +138,12 @@ static inline mt_gpt_desc gpt_model(const gpt_run *r) {
     d.layer.scores.alibi = r->scores >= 2;
     d.layer.recompute = r->recompute;
     d.layer.qkv_layout = r->qkv_layout;
-    if (r->llama == 2 || r->llama == GPT_BERT) d.layer.placement = MT_POST_LN;
-    if (r->llama == 3) d.layer.placement = MT_RESIDUAL_POST_LN;
+    if (r->llama == 2 || r->llama == GPT_BERT) d.layer.norm.placement = MT_POST_LN;
+    if (r->llama == 3) d.layer.norm.placement = MT_RESIDUAL_POST_LN;
     if (r->llama != 1) return d;
     d.untied_head = 1;
     d.label_smoothing = 0.1f;
-    d.layer.norm = MT_RMS_NORM;
+    d.layer.norm.kind = MT_RMS_NORM;
     d.layer.activation = MT_SWIGLU;
     d.layer.scores.rotary_base = 100.0f;
     d.layer.no_bias = 1;
@@ -162,7 +162,7 @@ static inline mt_bert_desc gpt_bert_model(const gpt_run *r) {
     d.layer = of.layer;
     if (r->llama != GPT_BERT) return d;
     d.layer.activation = MT_GELU_ERF;
-    d.layer.norm_eps = 1e-12f;
+    d.layer.norm.eps = 1e-12f;
     return d;
 }
 

@@ -234,6 +234,42 @@ END
     [ "$(wc -l <"$work/found")" -eq 5 ] && [ "$(grep -c 'bad[1-5]' "$work/found")" -eq 5 ]
 }
 
+# Prints each desc in the folder $1, and mt_batch, that has more than 14 fields. A struct in it counts as one.
+long_descs() {
+    for file in "$1"/*/*.h; do
+        awk -f tests/code_only.awk "$file" | awk -v file="$file" '
+            /^typedef struct mt_[a-z0-9_]+ \{/ { text = ""; inside = 1; next }
+            inside && /^\} (mt_[a-z0-9_]+_desc|mt_batch);/ {
+                gsub(/\([^()]*\)/, "", text)
+                if (gsub(/[;,]/, "", text) > 14) { sub(/;.*/, "", $2); print file ": " $2 " has more than 14 fields" }
+            }
+            /^\}/ { inside = 0 }
+            inside { text = text $0 }'
+    done
+}
+
+short_descs() { long_descs src | fail_on_output; }
+
+# In a copy, a desc with one field more than 14 is found, and one with 14 is not.
+finds_long_descs() {
+    copy_project descs || return 1
+    cat >>"$copy/src/blocks/mlp.h" <<'END'
+typedef struct mt_a_desc {
+    int64_t a, b, c; /* d, e; f */
+    int (*call)(int first, int second);
+    mt_init_desc init;
+    int i[2], j, k, l, m, n, o, p, q;
+} mt_a_desc;
+typedef struct mt_b_desc {
+    int64_t a, b, c; /* d, e; f */
+    int (*call)(int first, int second);
+    mt_init_desc init;
+    int i[2], j, k, l, m, n, o, p, q, r;
+} mt_b_desc;
+END
+    [ "$(long_descs "$copy/src")" = "$copy/src/blocks/mlp.h: mt_b_desc has more than 14 fields" ]
+}
+
 # Prints the tables of operators that src/ops/tables.c does not have.
 all_tables() {
     sed -n 's/^static const mti_table \(mti_[a-z_0-9]*\) = .*/\1/p' src/ops/*.c | grep -v _alone_table |
@@ -284,6 +320,10 @@ check "a file uses no floor above its own, and the ground floor names nothing ab
 check "a file that does is found" finds_higher_floors
 check "check mode does not decide by the names of operands and calls" no_names
 check "code that does is found" finds_names
+}
+
+check "no desc has more than 14 fields, nor has mt_batch" short_descs
+check "a desc that has more is found" finds_long_descs
 check "src/ops/tables.c has the table of every operator" all_tables
 check "the picture of docs/architecture.md is that of src/" drawn
 check "each file of src/ compiles alone" alone

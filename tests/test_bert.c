@@ -34,11 +34,11 @@ static const bert_case cases[] = {
       .layer = {.hidden = 24,
                 .heads = 8,
                 .ffn = 20,
-                .placement = MT_POST_LN,
+                .norm.placement = MT_POST_LN,
                 .activation = MT_GELU_ERF,
-                .norm_eps = 1e-12f,
-                .attention_dropout = 0.1f,
-                .hidden_dropout = 0.1f}},
+                .norm.eps = 1e-12f,
+                .dropout.attention = 0.1f,
+                .dropout.hidden = 0.1f}},
      1,
      1,
      0.2f},
@@ -50,7 +50,7 @@ static const bert_case cases[] = {
       .token_types = 3,
       .ignore_index = -1,
       .embedding_dropout = 0.2f,
-      .layer = {.hidden = 20, .heads = 10, .kv_heads = 5, .hidden_dropout = 0.1f}},
+      .layer = {.hidden = 20, .heads = 10, .kv_heads = 5, .dropout.hidden = 0.1f}},
      0,
      1,
      0.2f},
@@ -61,12 +61,12 @@ static const bert_case cases[] = {
       .ignore_index = MT_ZERO,
       .layer = {.hidden = 16,
                 .heads = 8,
-                .placement = MT_RESIDUAL_POST_LN,
-                .norm = MT_RMS_NORM,
+                .norm.placement = MT_RESIDUAL_POST_LN,
+                .norm.kind = MT_RMS_NORM,
                 .activation = MT_SQUARED_RELU,
                 .scores.rotary_base = 100.0f,
                 .no_bias = 1,
-                .attention_dropout = 0.1f}},
+                .dropout.attention = 0.1f}},
      1,
      0,
      0.2f},
@@ -77,7 +77,8 @@ static const bert_case cases[] = {
       .no_binary_head = 1,
       .ignore_index = MT_ZERO,
       .embedding_dropout = 0.1f,
-      .layer = {.hidden = 16, .heads = 8, .placement = MT_POST_LN, .norm = MT_RMS_NORM, .hidden_dropout = 0.1f}},
+      .layer =
+          {.hidden = 16, .heads = 8, .norm.placement = MT_POST_LN, .norm.kind = MT_RMS_NORM, .dropout.hidden = 0.1f}},
      1,
      1,
      0.2f},
@@ -592,10 +593,10 @@ static const bert_case small_cases[] = {
       .layer = {.hidden = 8,
                 .heads = 2,
                 .ffn = 12,
-                .placement = MT_POST_LN,
+                .norm.placement = MT_POST_LN,
                 .activation = MT_GELU_ERF,
-                .attention_dropout = 0.2f,
-                .hidden_dropout = 0.2f}},
+                .dropout.attention = 0.2f,
+                .dropout.hidden = 0.2f}},
      1,
      1,
      0.3f},
@@ -605,7 +606,7 @@ static const bert_case small_cases[] = {
       .max_seq = SEQ,
       .token_types = 3,
       .embedding_dropout = 0.2f,
-      .layer = {.hidden = 8, .heads = 2, .ffn = 12, .hidden_dropout = 0.2f}},
+      .layer = {.hidden = 8, .heads = 2, .ffn = 12, .dropout.hidden = 0.2f}},
      0,
      1,
      0.3f},
@@ -676,7 +677,7 @@ static mt_status headed_open(headed *h, mt_comm *world, split s) {
                                           .heads = 2,
                                           .ffn = 12,
                                           .sequence_parallel = s.sequence_parallel,
-                                          .hidden_dropout = 0.2f}};
+                                          .dropout.hidden = 0.2f}};
     mt_grid_desc shape = {.tp = s.tp, .pp = s.stages};
     int64_t rows = TOKENS / (s.sequence_parallel ? s.tp : 1), first = s.sequence_parallel ? rows : 0;
     uint64_t seed = 8;
@@ -819,7 +820,7 @@ static void test_inference(void **state) {
         bert_case c = cases[i];
         mt_comm *world;
         size_t mark;
-        c.desc.embedding_dropout = c.desc.layer.attention_dropout = c.desc.layer.hidden_dropout = 0.0f;
+        c.desc.embedding_dropout = c.desc.layer.dropout.attention = c.desc.layer.dropout.hidden = 0.0f;
         world = open_alone(&w, &c, alone);
         step_alone(&w, &trained);
         mark = mt_arena_mark(w.r.ctx);
@@ -910,8 +911,8 @@ static void test_dropout(void **state) {
         bert_case c = cases[0];
         mt_comm *world;
         c.desc.embedding_dropout = k == 1 ? 0.2f : 0.0f;
-        c.desc.layer.attention_dropout = k == 2 ? 0.2f : 0.0f;
-        c.desc.layer.hidden_dropout = k == 3 ? 0.2f : 0.0f;
+        c.desc.layer.dropout.attention = k == 2 ? 0.2f : 0.0f;
+        c.desc.layer.dropout.hidden = k == 3 ? 0.2f : 0.0f;
         world = open_alone(&w, &c, alone);
         step_alone(&w, k ? &with : &without);
         if (k) assert_true(fabs((double)with.lm_loss[0] - (double)without.lm_loss[0]) > 1e-3);
@@ -1209,8 +1210,8 @@ static void test_create_refuses(void **state) {
         {{.vocab = 8, .layers = (1 << 17) + 1, .max_seq = 4}, "layers is 131073, must be from 1 to 131072"},
         {{.vocab = 8, .layers = 2, .max_seq = -1}, "max_seq is -1, must be at least 1"},
         {{.vocab = 8, .layers = 2, .max_seq = 4, .layer.max_seq = 5}, "layer.max_seq is 5, must be 0 or max_seq 4"},
-        {{.vocab = 8, .layers = 2, .max_seq = 4, .layer.layer_number = 1},
-         "layer.layer_number is 1, must be 0: the model numbers its layers"},
+        {{.vocab = 8, .layers = 2, .max_seq = 4, .layer.dropout.layer_number = 1},
+         "layer.dropout.layer_number is 1, must be 0: the model numbers its layers"},
         {{.vocab = 8, .layers = 2, .max_seq = 4, .recompute_layers = 1},
          "recompute_layers is 1, must be 0 with MT_RECOMPUTE_NONE"},
         {{.vocab = 8, .layers = 2, .max_seq = 4, .recompute_layers = 3}, "recompute_layers is 3, must be from 0 to 2"},
@@ -1583,7 +1584,7 @@ static void test_language_model_keeps_doutput(void **state) {
         mt_tensor y, dy;
         test_rank r;
         test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
-        d.layer.placement = (mt_ln_placement)placement;
+        d.layer.norm.placement = (mt_ln_placement)placement;
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_language_model_create(r.ctx, r.params, &d, &m));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_language_model_saved_create(r.ctx, &m, &saved));

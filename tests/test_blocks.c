@@ -169,26 +169,28 @@ static const block_case cases[] = {
      .attention = {.hidden = 24, .heads = 12, .kv_heads = 6, .dropout = 0.2f}},
     {"attention, 5 heads, dropout, lengths", ATTENTION, .attention = {.hidden = 20, .heads = 5, .dropout = 0.2f},
      .lengths = 1},
-    {"layer, pre-LN", LAYER, .layer = {ATT_MHA, .attention_dropout = 0.1f, .hidden_dropout = 0.1f, .layer_number = 2}},
+    {"layer, pre-LN", LAYER,
+     .layer = {ATT_MHA, .dropout.attention = 0.1f, .dropout.hidden = 0.1f, .dropout.layer_number = 2}},
     {"layer, pre-LN, no dropout", LAYER, .layer = {ATT_MHA}},
     {"layer, pre-RMS, Llama", LAYER,
-     .layer = {ATT_GQA, .norm = MT_RMS_NORM, .activation = MT_SWIGLU, .ffn = 43, .scores.rotary_base = 10000.0f,
-               .max_seq = 12, .no_bias = 1, .hidden_dropout = 0.1f}},
+     .layer = {ATT_GQA, .norm.kind = MT_RMS_NORM, .activation = MT_SWIGLU, .ffn = 43, .scores.rotary_base = 10000.0f,
+               .max_seq = 12, .no_bias = 1, .dropout.hidden = 0.1f}},
     {"layer, post-LN, BERT", LAYER,
-     .layer = {ATT_MHA, .placement = MT_POST_LN, .activation = MT_GELU_ERF, .scores.mask = MT_MASK_BIDIRECTIONAL,
-               .attention_dropout = 0.1f, .hidden_dropout = 0.2f},
+     .layer = {ATT_MHA, .norm.placement = MT_POST_LN, .activation = MT_GELU_ERF, .scores.mask = MT_MASK_BIDIRECTIONAL,
+               .dropout.attention = 0.1f, .dropout.hidden = 0.2f},
      .lengths = 1},
-    {"layer, post-RMS", LAYER, .layer = {ATT_MHA, .placement = MT_POST_LN, .norm = MT_RMS_NORM, .no_bias = 1}},
+    {"layer, post-RMS", LAYER,
+     .layer = {ATT_MHA, .norm.placement = MT_POST_LN, .norm.kind = MT_RMS_NORM, .no_bias = 1}},
     {"layer, residual post-LN", LAYER,
-     .layer = {ATT_MHA, .placement = MT_RESIDUAL_POST_LN, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}},
+     .layer = {ATT_MHA, .norm.placement = MT_RESIDUAL_POST_LN, .dropout.attention = 0.1f, .dropout.hidden = 0.1f}},
     {"layer, residual post-RMS", LAYER,
      .layer = {.hidden = 24,
                .heads = 6,
                .ffn = 50,
-               .placement = MT_RESIDUAL_POST_LN,
-               .norm = MT_RMS_NORM,
-               .attention_dropout = 0.2f,
-               .hidden_dropout = 0.1f}},
+               .norm.placement = MT_RESIDUAL_POST_LN,
+               .norm.kind = MT_RMS_NORM,
+               .dropout.attention = 0.2f,
+               .dropout.hidden = 0.1f}},
     {"mlp, squared relu", MLP, .mlp = {.hidden = 16, .activation = MT_SQUARED_RELU}},
     {"mlp, relu", MLP, .mlp = {.hidden = 16, .activation = MT_RELU}},
     {"mlp, tanh instead of GELU", MLP, .mlp = {.hidden = 16, .activation = MT_TANH}},
@@ -197,12 +199,12 @@ static const block_case cases[] = {
                    .dropout = 0.1f},
      .lengths = 1},
     {"layer, concatenated", LAYER,
-     .layer = {ATT_MHA, .qkv_layout = MT_QKV_CONCATENATED, .attention_dropout = 0.1f, .no_bias = 1}},
+     .layer = {ATT_MHA, .qkv_layout = MT_QKV_CONCATENATED, .dropout.attention = 0.1f, .no_bias = 1}},
     {"attention, separate, groups, rotary", ATTENTION,
      .attention = {ATT_GQA, .qkv_layout = MT_QKV_SEPARATE, .scores.rotary_base = 100.0f, .max_seq = 12,
                    .dropout = 0.1f},
      .lengths = 1},
-    {"layer, separate", LAYER, .layer = {ATT_MHA, .qkv_layout = MT_QKV_SEPARATE, .attention_dropout = 0.1f}},
+    {"layer, separate", LAYER, .layer = {ATT_MHA, .qkv_layout = MT_QKV_SEPARATE, .dropout.attention = 0.1f}},
     {"layer, groups, rotary in pairs of half a head", LAYER,
      .layer = {ATT_GQA, .scores.rotary_base = 100.0f, .max_seq = 12, .scores.rotary_form = MT_ROTARY_PAIRS,
                .scores.rotary_dim = 2}},
@@ -214,7 +216,7 @@ static const block_case cases[] = {
      .attention = {.hidden = 24, .heads = 12, .kv_heads = 3, .no_bias = 1, .dropout = 0.2f}},
     {"attention, separate, 2 groups of 6 heads", ATTENTION,
      .attention = {.hidden = 24, .heads = 12, .kv_heads = 2, .qkv_layout = MT_QKV_SEPARATE, .dropout = 0.2f}},
-    {"layer, 1 group of 8 heads", LAYER, .layer = {.hidden = 32, .heads = 8, .kv_heads = 1, .attention_dropout = 0.1f}},
+    {"layer, 1 group of 8 heads", LAYER, .layer = {.hidden = 32, .heads = 8, .kv_heads = 1, .dropout.attention = 0.1f}},
     {"attention, window, soft cap, lengths", ATTENTION,
      .attention = {ATT_MHA, .scores.mask = MT_MASK_BIDIRECTIONAL, .scores.window = 4, .scores.softcap = 1.5f,
                    .dropout = 0.1f},
@@ -234,7 +236,7 @@ static const block_case cases[] = {
     {"attention, separate, a bias for each sequence and head", ATTENTION,
      .attention = {ATT_GQA, .qkv_layout = MT_QKV_SEPARATE, .scores.softcap = 2.0f}, .bias = FULL_BIAS},
     {"layer, ALiBi, window, soft cap, packed, a bias for each head", LAYER,
-     .layer = {ATT_MHA, .scores.alibi = 1, .scores.window = 5, .scores.softcap = 1.0f, .attention_dropout = 0.1f},
+     .layer = {ATT_MHA, .scores.alibi = 1, .scores.window = 5, .scores.softcap = 1.0f, .dropout.attention = 0.1f},
      .packed = 1, .bias = HEAD_BIAS}};
 #define CASES ((int)(sizeof cases / sizeof *cases))
 #define SEQUENCES 2
@@ -447,29 +449,33 @@ static const block_case small_cases[] = {
     {"attention, rotary of two features", ATTENTION,
      .attention = {.hidden = 9, .heads = 3, .scores.rotary_base = 10.0f, .max_seq = 9, .scores.rotary_dim = 2}},
     {"layer, pre-LN", LAYER,
-     .layer = {.hidden = 8, .heads = 2, .ffn = 12, .attention_dropout = 0.2f, .hidden_dropout = 0.2f}},
+     .layer = {.hidden = 8, .heads = 2, .ffn = 12, .dropout.attention = 0.2f, .dropout.hidden = 0.2f}},
     {"layer, pre-RMS, swiglu", LAYER,
-     .layer =
-         {.hidden = 8, .heads = 2, .ffn = 12, .norm = MT_RMS_NORM, .activation = MT_SWIGLU, .hidden_dropout = 0.2f}},
+     .layer = {.hidden = 8,
+               .heads = 2,
+               .ffn = 12,
+               .norm.kind = MT_RMS_NORM,
+               .activation = MT_SWIGLU,
+               .dropout.hidden = 0.2f}},
     {"layer, post-LN", LAYER,
      .layer = {.hidden = 8,
                .heads = 2,
                .ffn = 12,
-               .placement = MT_POST_LN,
-               .attention_dropout = 0.2f,
-               .hidden_dropout = 0.2f}},
+               .norm.placement = MT_POST_LN,
+               .dropout.attention = 0.2f,
+               .dropout.hidden = 0.2f}},
     {"layer, post-RMS", LAYER,
-     .layer = {.hidden = 8, .heads = 2, .ffn = 12, .placement = MT_POST_LN, .norm = MT_RMS_NORM}},
+     .layer = {.hidden = 8, .heads = 2, .ffn = 12, .norm.placement = MT_POST_LN, .norm.kind = MT_RMS_NORM}},
     {"layer, residual post-LN", LAYER,
-     .layer = {.hidden = 8, .heads = 2, .ffn = 12, .placement = MT_RESIDUAL_POST_LN, .hidden_dropout = 0.2f}},
+     .layer = {.hidden = 8, .heads = 2, .ffn = 12, .norm.placement = MT_RESIDUAL_POST_LN, .dropout.hidden = 0.2f}},
     {"layer, residual post-RMS", LAYER,
      .layer = {.hidden = 8,
                .heads = 2,
                .ffn = 12,
-               .placement = MT_RESIDUAL_POST_LN,
-               .norm = MT_RMS_NORM,
-               .attention_dropout = 0.2f,
-               .hidden_dropout = 0.2f}},
+               .norm.placement = MT_RESIDUAL_POST_LN,
+               .norm.kind = MT_RMS_NORM,
+               .dropout.attention = 0.2f,
+               .dropout.hidden = 0.2f}},
     {"attention, window, soft cap, packed, rotary", ATTENTION,
      .attention = {.hidden = 12,
                    .heads = 2,
@@ -483,7 +489,7 @@ static const block_case small_cases[] = {
      .attention = {.hidden = 12, .heads = 3, .scores.alibi = 1, .scores.softcap = 1.0f, .dropout = 0.2f},
      .bias = FULL_BIAS},
     {"layer, ALiBi, window, one bias", LAYER,
-     .layer = {.hidden = 8, .heads = 2, .ffn = 12, .scores.alibi = 1, .scores.window = 4, .attention_dropout = 0.2f},
+     .layer = {.hidden = 8, .heads = 2, .ffn = 12, .scores.alibi = 1, .scores.window = 4, .dropout.attention = 0.2f},
      .bias = ONE_BIAS},
     {"attention, mask, packed", ATTENTION,
      .attention = {.hidden = 12, .heads = 3, .scores.mask = MT_MASK_BIDIRECTIONAL}, .packed = 1, .bias = MASK},
@@ -617,7 +623,7 @@ static void test_inference(void **state) {
         block_saved saved;
         mt_tensor x, y, z;
         size_t mark;
-        int has_dropout = c.attention.dropout + c.layer.attention_dropout + c.layer.hidden_dropout > 0.0f;
+        int has_dropout = c.attention.dropout + c.layer.dropout.attention + c.layer.dropout.hidden > 0.0f;
         block b;
         ASSERT_STATUS(r.ctx, MT_SUCCESS, block_open(&b, &c, &r, 0, SEQUENCES, SEQ));
         x = block_tensor(&b, test_noise(&r, block_elements(&b), 1, 1.0f));
@@ -630,7 +636,7 @@ static void test_inference(void **state) {
         assert_true(mt_arena_mark(r.ctx) > mark); /* the arena contains what backward needs */
         mt_arena_release(r.ctx, mark);
         assert_true(has_dropout == (memcmp(y.data, z.data, (size_t)block_elements(&b) * 4) != 0));
-        b.attention.desc.dropout = b.layer.attention.desc.dropout = b.layer.desc.hidden_dropout = 0.0f;
+        b.attention.desc.dropout = b.layer.attention.desc.dropout = b.layer.desc.dropout.hidden = 0.0f;
         ASSERT_STATUS(r.ctx, MT_SUCCESS, block_forward(&b, x, z, &saved));
         mt_arena_release(r.ctx, mark);
         assert_memory_equal(y.data, z.data, (size_t)block_elements(&b) * 4);
@@ -747,7 +753,7 @@ static void test_dropout_masks_change_with_what_they_depend_on(void **state) {
         block_case c = cases[k ? 18 : 7];
         mt_tensor x;
         block b, base;
-        c.layer.hidden_dropout = 0.3f;
+        c.layer.dropout.hidden = 0.3f;
         ASSERT_STATUS(r.ctx, MT_SUCCESS, block_open(&b, &c, &r, 0, SEQUENCES, SEQ));
         x = block_tensor(&b, test_noise(&r, block_elements(&b), 1, 1.0f));
         base = b;
@@ -756,7 +762,7 @@ static void test_dropout_masks_change_with_what_they_depend_on(void **state) {
             b = base;
             if (v == 1) b.batch.seed++;
             if (v == 2) b.batch.step++;
-            if (v == 3) b.attention.desc.layer_number = ++b.layer.desc.layer_number;
+            if (v == 3) b.attention.desc.layer_number = ++b.layer.desc.dropout.layer_number;
             if (v == 4) b.batch.first_sequence++;
             if (v == 5) b.batch.step += 4; /* differs from a change of the layer by one */
             y[v] = test_floats(&r, block_elements(&b), NAN);
@@ -772,7 +778,7 @@ static void test_dropout_masks_change_with_what_they_depend_on(void **state) {
    masks: each element is kept by neither, one or both of two independent masks. With 768 elements, a share of 1/2 has a
    standard error of 1.8 %. */
 static void test_the_halves_of_a_layer_drop_independently(void **state) {
-    block_case c = {"layer", LAYER, .layer = {ATT_MHA, .hidden_dropout = 0.5f}};
+    block_case c = {"layer", LAYER, .layer = {ATT_MHA, .dropout.hidden = 0.5f}};
     const int64_t n = TOKENS * 32;
     double kept[3] = {0, 0, 0};
     block_saved saved;
@@ -810,7 +816,7 @@ static size_t rounded(int64_t floats) { return ((size_t)floats * sizeof(float) +
 static void check_activation_bytes(int ranks, int sequence_parallel) {
     const int64_t tokens = 2 * 16, hidden = 64, heads = 8;
     block_case c = {"layer", LAYER,
-                    .layer = {.hidden = 64, .heads = 8, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}};
+                    .layer = {.hidden = 64, .heads = 8, .dropout.attention = 0.1f, .dropout.hidden = 0.1f}};
     mt_context_desc meta = {.device = MT_DEVICE_META};
     int64_t t = ranks, rows = sequence_parallel ? tokens / t : tokens;
     size_t want = rounded(rows * hidden * 4 + tokens * hidden * 12 / t), kept;
@@ -865,7 +871,7 @@ static const gpt_case gpt_cases[] = {
       .max_seq = 10,
       .ignore_index = MT_ZERO,
       .embedding_dropout = 0.1f,
-      .layer = {.hidden = 16, .heads = 4, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}},
+      .layer = {.hidden = 16, .heads = 4, .dropout.attention = 0.1f, .dropout.hidden = 0.1f}},
      0},
     {"untied, Llama",
      {.vocab = VOCAB,
@@ -878,11 +884,11 @@ static const gpt_case gpt_cases[] = {
                 .heads = 8,
                 .kv_heads = 4,
                 .ffn = 21,
-                .norm = MT_RMS_NORM,
+                .norm.kind = MT_RMS_NORM,
                 .activation = MT_SWIGLU,
                 .scores.rotary_base = 100.0f,
                 .no_bias = 1,
-                .hidden_dropout = 0.1f}},
+                .dropout.hidden = 0.1f}},
      0},
     {"tied, post-LN, lengths",
      {.vocab = VOCAB,
@@ -891,11 +897,11 @@ static const gpt_case gpt_cases[] = {
       .ignore_index = -1,
       .layer = {.hidden = 16,
                 .heads = 4,
-                .placement = MT_POST_LN,
+                .norm.placement = MT_POST_LN,
                 .scores.mask = MT_MASK_BIDIRECTIONAL,
                 .activation = MT_GELU_ERF,
-                .attention_dropout = 0.1f,
-                .hidden_dropout = 0.1f}},
+                .dropout.attention = 0.1f,
+                .dropout.hidden = 0.1f}},
      1},
     {"tied, concatenated",
      {.vocab = VOCAB,
@@ -905,8 +911,8 @@ static const gpt_case gpt_cases[] = {
                 .heads = 12,
                 .ffn = 20,
                 .qkv_layout = MT_QKV_CONCATENATED,
-                .attention_dropout = 0.1f,
-                .hidden_dropout = 0.1f}},
+                .dropout.attention = 0.1f,
+                .dropout.hidden = 0.1f}},
      1},
     {"untied, padded vocabulary",
      {.vocab = VOCAB,
@@ -915,7 +921,7 @@ static const gpt_case gpt_cases[] = {
       .max_seq = 10,
       .untied_head = 1,
       .label_smoothing = 0.1f,
-      .layer = {.hidden = 16, .heads = 4, .hidden_dropout = 0.1f}},
+      .layer = {.hidden = 16, .heads = 4, .dropout.hidden = 0.1f}},
      0},
     {"untied, separate, groups",
      {.vocab = VOCAB,
@@ -927,8 +933,8 @@ static const gpt_case gpt_cases[] = {
                 .kv_heads = 12,
                 .ffn = 20,
                 .qkv_layout = MT_QKV_SEPARATE,
-                .attention_dropout = 0.1f,
-                .hidden_dropout = 0.1f}},
+                .dropout.attention = 0.1f,
+                .dropout.hidden = 0.1f}},
      0},
 };
 #define GPT_CASES ((int)(sizeof gpt_cases / sizeof *gpt_cases))
@@ -1323,7 +1329,7 @@ static void gpt_backward_with_gaps(gpt_point *p) {
 static void test_gpt_gradients_are_finite_differences(void **state) {
     static const int32_t ids[] = {0, 10, 3, 3, 7, 1, 9, 5, 2, 8}, targets[] = {10, 3, -100, 7, 0, 9, 5, 2, 8, 4};
     static const mt_transformer_layer_desc layer = {
-        .hidden = 8, .heads = 2, .ffn = 12, .attention_dropout = 0.1f, .hidden_dropout = 0.1f};
+        .hidden = 8, .heads = 2, .ffn = 12, .dropout.attention = 0.1f, .dropout.hidden = 0.1f};
     test_rank r;
     (void)state;
     test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
@@ -1342,7 +1348,7 @@ static void test_gpt_gradients_are_finite_differences(void **state) {
             .batch = {.sequences = 2, .seq = 5, .first_sequence = 1, .seed = 4, .backward_scale = (float)one_pass},
             .ids = ids,
             .targets = targets};
-        d.layer.placement = i == 2 ? MT_POST_LN : MT_PRE_LN;
+        d.layer.norm.placement = i == 2 ? MT_POST_LN : MT_PRE_LN;
         d.layer.scores.rotary_base = i == 2 ? 10.0f : 0.0f;
         ASSERT_STATUS(r.ctx, MT_SUCCESS, test_rank_renew(&r));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &d, &p.gpt));
@@ -2142,10 +2148,10 @@ static void test_mlp_create_refuses(void **state) {
         {{.hidden = 8, .no_bias = 1, .skip_bias_add = 1},
          MT_ERR_ARGUMENT,
          "'m.linear_fc2' sets skip_bias_add, but with no_bias there is no bias"},
-        {{.hidden = 8, .init_std = -1.0f}, MT_ERR_ARGUMENT, "'m': init_std is -1, must be at least 0 and finite"},
-        {{.hidden = 8, .output_init_std = NAN},
+        {{.hidden = 8, .init.std = -1.0f}, MT_ERR_ARGUMENT, "'m': init.std is -1, must be at least 0 and finite"},
+        {{.hidden = 8, .init.output_std = NAN},
          MT_ERR_ARGUMENT,
-         "'m': output_init_std is nan, must be at least 0 and finite"}};
+         "'m': init.output_std is nan, must be at least 0 and finite"}};
     static char name[MT_NAME_MAX];
     mt_mlp_desc good = {.hidden = 8};
     float x[8] = {0};
@@ -2225,15 +2231,15 @@ static const struct {
      "'a': scores.softcap is nan, must be at least 0 and finite"},
     {{.hidden = 16, .heads = 4, .scores.alibi = 2}, MT_ERR_ARGUMENT, "'a': scores.alibi is 2, must be 0 or 1"},
     {{.hidden = 16, .heads = 4, .scores.alibi = -1}, MT_ERR_ARGUMENT, "'a': scores.alibi is -1, must be 0 or 1"},
-    {{.hidden = 16, .heads = 4, .init_std = -1.0f},
+    {{.hidden = 16, .heads = 4, .init.std = -1.0f},
      MT_ERR_ARGUMENT,
-     "'a': init_std is -1, must be at least 0 and finite"},
-    {{.hidden = 16, .heads = 4, .qkv_layout = MT_QKV_SEPARATE, .init_std = INFINITY},
+     "'a': init.std is -1, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .qkv_layout = MT_QKV_SEPARATE, .init.std = INFINITY},
      MT_ERR_ARGUMENT,
-     "'a': init_std is inf, must be at least 0 and finite"},
-    {{.hidden = 16, .heads = 4, .output_init_std = -1.0f},
+     "'a': init.std is inf, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .init.output_std = -1.0f},
      MT_ERR_ARGUMENT,
-     "'a': output_init_std is -1, must be at least 0 and finite"},
+     "'a': init.output_std is -1, must be at least 0 and finite"},
     {{.hidden = 18, .heads = 4}, MT_ERR_SHAPE, "'a': hidden is 18, must be a multiple of heads 4"},
     {{.hidden = 30, .heads = 10, .kv_heads = 4}, MT_ERR_SHAPE, "'a': kv_heads is 4, must divide heads 10"},
     {{.hidden = 16, .heads = 2}, MT_ERR_SHAPE, "'a': 2 heads cannot be split over 4 tensor ranks"},
@@ -2323,45 +2329,45 @@ static const struct {
     mt_status status;
     const char *rest; /* of the message, behind the function */
 } bad_layers[] = {
-    {{.hidden = 0, .heads = 4, .placement = (mt_ln_placement)3},
+    {{.hidden = 0, .heads = 4, .norm.placement = (mt_ln_placement)3},
      MT_ERR_ARGUMENT,
      "'l': hidden is 0, must be from 1 to 2147483647"},
-    {{.hidden = 16, .heads = 4, .placement = (mt_ln_placement)3, .norm = (mt_norm_kind)2},
+    {{.hidden = 16, .heads = 4, .norm.placement = (mt_ln_placement)3, .norm.kind = (mt_norm_kind)2},
      MT_ERR_ARGUMENT,
-     "'l': placement is 3, must be MT_PRE_LN, MT_POST_LN or MT_RESIDUAL_POST_LN"},
-    {{.hidden = 16, .heads = 4, .norm = (mt_norm_kind)2},
+     "'l': norm.placement is 3, must be MT_PRE_LN, MT_POST_LN or MT_RESIDUAL_POST_LN"},
+    {{.hidden = 16, .heads = 4, .norm.kind = (mt_norm_kind)2},
      MT_ERR_ARGUMENT,
-     "'l': norm is 2, must be MT_LAYER_NORM or MT_RMS_NORM"},
-    {{.hidden = 16, .heads = 4, .norm = (mt_norm_kind)-1},
+     "'l': norm.kind is 2, must be MT_LAYER_NORM or MT_RMS_NORM"},
+    {{.hidden = 16, .heads = 4, .norm.kind = (mt_norm_kind)-1},
      MT_ERR_ARGUMENT,
-     "'l': norm is -1, must be MT_LAYER_NORM or MT_RMS_NORM"},
-    {{.hidden = 16, .heads = 4, .norm_eps = -1e-5f},
+     "'l': norm.kind is -1, must be MT_LAYER_NORM or MT_RMS_NORM"},
+    {{.hidden = 16, .heads = 4, .norm.eps = -1e-5f},
      MT_ERR_ARGUMENT,
-     "'l': norm_eps is -1e-05, must be at least 0 and finite"},
-    {{.hidden = 16, .heads = 4, .norm_eps = NAN},
+     "'l': norm.eps is -1e-05, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .norm.eps = NAN},
      MT_ERR_ARGUMENT,
-     "'l': norm_eps is nan, must be at least 0 and finite"},
-    {{.hidden = 16, .heads = 4, .attention_dropout = 1.5f, .hidden_dropout = 1.0f},
+     "'l': norm.eps is nan, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .dropout.attention = 1.5f, .dropout.hidden = 1.0f},
      MT_ERR_ARGUMENT,
-     "'l': attention_dropout is 1.5, must be at least 0 and below 1"},
-    {{.hidden = 16, .heads = 4, .hidden_dropout = 1.0f},
+     "'l': dropout.attention is 1.5, must be at least 0 and below 1"},
+    {{.hidden = 16, .heads = 4, .dropout.hidden = 1.0f},
      MT_ERR_ARGUMENT,
-     "'l': hidden_dropout is 1, must be at least 0 and below 1"},
-    {{.hidden = 16, .heads = 4, .hidden_dropout = NAN},
+     "'l': dropout.hidden is 1, must be at least 0 and below 1"},
+    {{.hidden = 16, .heads = 4, .dropout.hidden = NAN},
      MT_ERR_ARGUMENT,
-     "'l': hidden_dropout is nan, must be at least 0 and below 1"},
+     "'l': dropout.hidden is nan, must be at least 0 and below 1"},
     {{.hidden = 16, .heads = 4, .recompute = (mt_recompute)3},
      MT_ERR_ARGUMENT,
      "'l': recompute is 3, must be MT_RECOMPUTE_NONE, MT_RECOMPUTE_SELECTIVE or MT_RECOMPUTE_FULL"},
-    {{.hidden = 16, .heads = 4, .norm_eps = MT_ZERO},
+    {{.hidden = 16, .heads = 4, .norm.eps = MT_ZERO},
      MT_ERR_ARGUMENT,
-     "'l': norm_eps is -2.14748e+09, must be at least 0 and finite"},
-    {{.hidden = 16, .heads = 4, .init_std = NAN},
+     "'l': norm.eps is -2.14748e+09, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .init.std = NAN},
      MT_ERR_ARGUMENT,
-     "'l': init_std is nan, must be at least 0 and finite"},
-    {{.hidden = 16, .heads = 4, .output_init_std = -1.0f},
+     "'l': init.std is nan, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .init.output_std = -1.0f},
      MT_ERR_ARGUMENT,
-     "'l': output_init_std is -1, must be at least 0 and finite"},
+     "'l': init.output_std is -1, must be at least 0 and finite"},
     {{.hidden = 16, .heads = -4}, MT_ERR_ARGUMENT, "'l.self_attention': heads is -4, must be at least 1"},
     {{.hidden = 16, .heads = 4, .kv_heads = -1},
      MT_ERR_ARGUMENT,
@@ -2404,7 +2410,7 @@ static void test_first_weights_of_zero(void **state) {
     for (int only = 0; only < 2; only++)
         for (int model = 0; model < 3; model++) {
             float inner = only ? 0.0f : (float)MT_ZERO, outer = only ? (float)MT_ZERO : 0.0f;
-            mt_transformer_layer_desc l = {.hidden = 16, .heads = 4, .init_std = inner, .output_init_std = outer};
+            mt_transformer_layer_desc l = {.hidden = 16, .heads = 4, .init.std = inner, .init.output_std = outer};
             mt_gpt_desc g = {.vocab = 20, .layers = 2, .max_seq = 8, .layer = l, .untied_head = 1};
             mt_bert_desc b = {.vocab = 20, .layers = 2, .max_seq = 8, .layer = l};
             mt_transformer_layer layer;
@@ -2412,7 +2418,7 @@ static void test_first_weights_of_zero(void **state) {
             mt_bert bert;
             test_rank r;
             open_quarter(&r);
-            if (!only) l.output_init_std = MT_ZERO; /* a layer does not take it from init_std */
+            if (!only) l.init.output_std = MT_ZERO; /* a layer does not take it from init_std */
             ASSERT_STATUS(r.ctx, MT_SUCCESS,
                           model == 0   ? mt_transformer_layer_create(r.ctx, r.params, "l", &l, &layer)
                           : model == 1 ? mt_gpt_create(r.ctx, r.params, &g, &gpt)
@@ -2610,8 +2616,8 @@ static const block_case plain_cases[] = {
                .heads = 4,
                .scores.rotary_base = 10.0f,
                .max_seq = 8,
-               .hidden_dropout = 0.1f,
-               .attention_dropout = 0.1f}},
+               .dropout.hidden = 0.1f,
+               .dropout.attention = 0.1f}},
 };
 
 static void test_block_calls_refuse(void **state) {
@@ -2717,8 +2723,8 @@ static void test_gpt_create_refuses(void **state) {
         {{.vocab = 8, .layers = (1 << 17) + 1, .max_seq = 4}, "layers is 131073, must be from 1 to 131072"},
         {{.vocab = 8, .layers = 1, .max_seq = -1}, "max_seq is -1, must be at least 1"},
         {{.vocab = 8, .layers = 1, .max_seq = 4, .layer.max_seq = 5}, "layer.max_seq is 5, must be 0 or max_seq 4"},
-        {{.vocab = 8, .layers = 1, .max_seq = 4, .layer.layer_number = 1},
-         "layer.layer_number is 1, must be 0: the model numbers its layers"},
+        {{.vocab = 8, .layers = 1, .max_seq = 4, .layer.dropout.layer_number = 1},
+         "layer.dropout.layer_number is 1, must be 0: the model numbers its layers"},
         {{.vocab = 8, .layers = 1, .max_seq = 4, .recompute_layers = 1},
          "recompute_layers is 1, must be 0 with MT_RECOMPUTE_NONE"},
         {{.vocab = 8, .layers = 1, .max_seq = 4, .recompute_layers = 2}, "recompute_layers is 2, must be 0 or 1"},

@@ -2255,9 +2255,9 @@ static mt_transformer_layer_desc short_layer(const model_step *m) {
     mt_transformer_layer_desc d = {.hidden = HIDDEN, .heads = 4, .sequence_parallel = m->sp};
     d.kv_heads = m->kind->kv_heads;
     d.recompute = m->kind->recompute;
-    d.attention_dropout = d.hidden_dropout = 0.1f;
+    d.dropout.attention = d.dropout.hidden = 0.1f;
     if (!m->kind->llama) return d;
-    d.norm = MT_RMS_NORM;
+    d.norm.kind = MT_RMS_NORM;
     d.activation = MT_SWIGLU;
     d.scores.rotary_base = 10000;
     d.no_bias = 1;

@@ -301,7 +301,7 @@ static mt_gpt_desc model_desc(const job *j) {
     d.untied_head = 1;
     d.layer.kv_heads = j->kv_heads ? j->kv_heads : 4;
     d.layer.heads = j->heads ? j->heads : 12;
-    d.layer.norm = MT_RMS_NORM;
+    d.layer.norm.kind = MT_RMS_NORM;
     d.layer.activation = MT_SWIGLU;
     d.layer.scores.rotary_base = 100.0f;
     d.layer.scores.rotary_form = j->rotary_form;
@@ -922,7 +922,7 @@ static mt_status golden_rank(mt_comm *world, void *user) {
     MT_TRY(test_rank_open(world, shape, NULL, &m.r));
     MT_TRY(mt_gpt_desc_read(m.r.ctx, g->directory, &d));
     CHECK(d.vocab == 61 && d.layers == 2 && d.max_seq == 12 && d.layer.heads == 4 && d.layer.ffn == 40);
-    CHECK(d.layer.norm_eps == 1e-4f && d.layer.activation == MT_GELU_TANH && !d.untied_head);
+    CHECK(d.layer.norm.eps == 1e-4f && d.layer.activation == MT_GELU_TANH && !d.untied_head);
     d.layer.qkv_layout = g->qkv_layout;
     d.padded_vocab = g->padded;
     MT_TRY(mt_gpt_create(m.r.ctx, m.r.params, &d, &m.gpt));

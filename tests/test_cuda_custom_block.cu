@@ -156,7 +156,7 @@ static mt_status self_attention(test_rank *r, result *out) {
     d.scores.rotary_base = 1e4f;
     d.max_seq = TOKENS / 2;
     d.dropout = 0.2f;
-    d.init_std = 0.3f;
+    d.init.std = 0.3f;
     d.sequence_parallel = is_sequence_parallel(out->split);
     memset(&batch, 0, sizeof batch);
     batch.sequences = 2;
@@ -194,7 +194,7 @@ static mt_status cross_attention(test_rank *r, result *out) {
     d.kv_hidden = HIDDEN / 2;
     d.dropout = 0.2f;
     d.scores.softcap = 1.0f;
-    d.init_std = 0.3f;
+    d.init.std = 0.3f;
     d.sequence_parallel = sp;
     mt_arena_request list[] = {
         {&memory, out->dtype, keys, d.kv_hidden}, {&dmemory, out->dtype, keys, d.kv_hidden}, {&valid, MT_I32, 1, 2}};

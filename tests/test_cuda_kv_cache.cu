@@ -729,7 +729,7 @@ static mt_gpt_desc model_desc(void) {
     d.max_seq = 24;
     d.layer.hidden = 128;
     d.layer.heads = 2, d.layer.kv_heads = 1; /* heads of 64 features: prompts run on tensor cores in 16 bits */
-    d.layer.norm = MT_RMS_NORM;
+    d.layer.norm.kind = MT_RMS_NORM;
     d.layer.scores.rotary_base = 100.0f;
     return d;
 }

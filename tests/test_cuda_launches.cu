@@ -92,10 +92,10 @@ static mt_status run_rank(test_rank *r, model *m) {
     memset(&d, 0, sizeof d);
     d.hidden = 128;
     d.heads = 2;
-    d.attention_dropout = d.hidden_dropout = 0.1f;
+    d.dropout.attention = d.dropout.hidden = 0.1f;
     MT_TRY(mt_params_set_dtype(r->ctx, r->params, m->dtype));
     for (int i = 0; i < m->layers; i++) {
-        d.layer_number = i + 1;
+        d.dropout.layer_number = i + 1;
         MT_TRY(mt_transformer_layer_create(r->ctx, r->params, NULL, &d, &layers[i]));
     }
     MT_TRY(mt_params_init(r->ctx, r->params, 1));

@@ -252,9 +252,9 @@ static mt_transformer_layer_desc describe_layer(const golden *g, int sequence_pa
     d.heads = integer(g, "heads");
     d.kv_heads = integer(g, "kv_heads");
     d.ffn = integer(g, "ffn");
-    d.placement = (mt_ln_placement)integer(g, "placement");
-    d.norm = (mt_norm_kind)integer(g, "norm");
-    d.norm_eps = (float)number(g, "norm_eps");
+    d.norm.placement = (mt_ln_placement)integer(g, "placement");
+    d.norm.kind = (mt_norm_kind)integer(g, "norm");
+    d.norm.eps = (float)number(g, "norm_eps");
     d.activation = (mt_activation)integer(g, "activation");
     d.scores.mask = (mt_mask)integer(g, "mask");
     d.scores.rotary_base = (float)number(g, "rotary_base");

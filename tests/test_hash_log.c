@@ -126,7 +126,7 @@ static mt_status step(logger *l, const job *job) {
                                .heads = 4,
                                .kv_heads = job->kv_heads,
                                .ffn = 20,
-                               .hidden_dropout = 0.1f,
+                               .dropout.hidden = 0.1f,
                                .sequence_parallel = job->sequence_parallel,
                                .recompute = job->recompute,
                                .qkv_layout = job->qkv_layout}};

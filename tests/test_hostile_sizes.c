@@ -413,7 +413,7 @@ static void call_linear(hostile *h, int64_t a, int64_t b, int64_t c) {
                         .parts = size_of(h, 0),
                         .unit = size_of(h, 0),
                         .sequence_parallel = test_below(&h->random, 2) == 0};
-    if (test_below(&h->random, 2)) d.parts = 1, d.copies = size_of(h, 2), d.copied = size_of(h, 1);
+    if (test_below(&h->random, 2)) d.parts = 1, d.split.copies = size_of(h, 2), d.split.copied = size_of(h, 1);
     mt_column_parallel_linear column;
     mt_row_parallel_linear row;
     mt_linear_saved saved;
@@ -421,7 +421,7 @@ static void call_linear(hostile *h, int64_t a, int64_t b, int64_t c) {
     mt_status first = mt_column_parallel_linear_create(h->ctx, h->rank.params, "column", &d, &column), second;
     said(h, first);
     d.input_is_parallel = 1;
-    d.copies = d.copied = 0;
+    d.split.copies = d.split.copied = 0;
     second = mt_row_parallel_linear_create(h->ctx, h->rank.params, "row", &d, &row);
     said(h, second);
     if (params(h) != MT_SUCCESS) return;
@@ -511,9 +511,9 @@ static void call_layer(hostile *h, int64_t a, int64_t b, int64_t c) {
                                    .ffn = size_of(h, 0),
                                    .scores.rotary_base = test_below(&h->random, 2) ? 10000.0f : 0.0f,
                                    .max_seq = size_of(h, 8),
-                                   .attention_dropout = 0.1f,
-                                   .hidden_dropout = 0.1f,
-                                   .layer_number = size_of(h, 0),
+                                   .dropout.attention = 0.1f,
+                                   .dropout.hidden = 0.1f,
+                                   .dropout.layer_number = size_of(h, 0),
                                    .scores.rotary_form = (mt_rotary_form)test_below(&h->random, 2),
                                    .scores.rotary_dim = test_below(&h->random, 2) ? size_of(h, 2) : 0,
                                    .sequence_parallel = test_below(&h->random, 2) == 0};

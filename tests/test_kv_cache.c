@@ -563,7 +563,7 @@ static mt_gpt_desc small_model(int64_t hidden, int64_t heads, int64_t kv_heads) 
     d.layer.hidden = hidden;
     d.layer.heads = heads;
     d.layer.kv_heads = kv_heads;
-    d.layer.attention_dropout = d.layer.hidden_dropout = 0.1f;
+    d.layer.dropout.attention = d.layer.dropout.hidden = 0.1f;
     return d;
 }
 
@@ -585,8 +585,8 @@ static mt_gpt_desc model_of_kind(int kind) {
                     : kind == 7 ? small_model(24, 6, 3)
                     : kind == 8 ? small_model(32, 8, 1)
                                 : small_model(32, 8, 8);
-    if (kind == 2) d.layer.placement = MT_POST_LN;
-    if (kind == 3) d.layer.placement = MT_RESIDUAL_POST_LN;
+    if (kind == 2) d.layer.norm.placement = MT_POST_LN;
+    if (kind == 3) d.layer.norm.placement = MT_RESIDUAL_POST_LN;
     if (kind == 4) d.layer.scores.alibi = 1, d.layer.scores.window = 4, d.layer.scores.softcap = 2;
     if (kind == 5) d.layer.qkv_layout = MT_QKV_CONCATENATED, d.layer.scores.rotary_form = MT_ROTARY_PAIRS;
     if (kind == 5) d.layer.scores.rotary_base = 100, d.layer.scores.rotary_dim = 2;
@@ -594,7 +594,7 @@ static mt_gpt_desc model_of_kind(int kind) {
     if (kind == 9) d.padded_vocab = 48;
     if (kind != 1) return d;
     d.untied_head = 1;
-    d.layer.norm = MT_RMS_NORM;
+    d.layer.norm.kind = MT_RMS_NORM;
     d.layer.activation = MT_SWIGLU;
     d.layer.scores.rotary_base = 100.0f;
     d.layer.no_bias = 1;
@@ -662,7 +662,7 @@ static mt_status layer_main(mt_comm *world, void *user) {
                                    .kv_heads = 2,
                                    .scores.rotary_base = 100,
                                    .max_seq = 8,
-                                   .hidden_dropout = 0.1f,
+                                   .dropout.hidden = 0.1f,
                                    .sequence_parallel = *(const int *)user};
     mt_transformer_layer layer;
     mt_batch batch = {.sequences = 2, .seq = 6}, first = {.sequences = 2, .seq = 4},

@@ -624,8 +624,8 @@ static void test_one_rank_overflows(void **state) {
 static mt_transformer_layer_desc layer_desc(int sequence_parallel) {
     mt_transformer_layer_desc d = {.hidden = 64,
                                    .heads = 4,
-                                   .attention_dropout = 0.1f,
-                                   .hidden_dropout = 0.1f,
+                                   .dropout.attention = 0.1f,
+                                   .dropout.hidden = 0.1f,
                                    .sequence_parallel = sequence_parallel};
     return d;
 }

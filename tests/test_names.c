@@ -581,7 +581,7 @@ static mt_status bert_rank(mt_comm *world, void *user) {
     MT_TRY(test_rank_open(world, shape, NULL, &r));
     MT_TRY(mt_bert_desc_read(r.ctx, b->directory, &d));
     d.layer.qkv_layout = b->qkv_layout;
-    CHECK(d.layer.norm_eps == 1e-12f && d.layer.activation == MT_GELU_ERF && d.token_types == 2);
+    CHECK(d.layer.norm.eps == 1e-12f && d.layer.activation == MT_GELU_ERF && d.token_types == 2);
     CHECK(d.no_binary_head == (b->encoder || b->want_binary));
     if (b->no_binary) d.no_binary_head = 1;
     if (b->encoder || b->want_binary) d.no_binary_head = 0;
@@ -669,7 +669,7 @@ static mt_status own_bert_rank(mt_comm *world, void *user) {
     (void)user;
     MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, NULL, &r));
     MT_TRY(mt_bert_desc_read(r.ctx, bert_model, &d));
-    d.layer.placement = MT_PRE_LN;
+    d.layer.norm.placement = MT_PRE_LN;
     d.token_types = 3;
     d.no_binary_head = 1;
     MT_TRY(mt_bert_create(r.ctx, r.params, &d, &b));
@@ -692,8 +692,8 @@ static void own_bert(void **state) {
     test_launch(2, own_bert_rank, NULL);
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_bert_desc_read(ctx, in_scratch("a/step-00000005"), &d));
-    assert_true(d.vocab == VOCAB && d.max_seq == SEQ && d.layer.placement == MT_PRE_LN && d.token_types == 3);
-    assert_true(d.no_binary_head == 1 && d.layer.heads == 8 && d.layer.ffn == 40 && d.layer.norm_eps == 1e-12f);
+    assert_true(d.vocab == VOCAB && d.max_seq == SEQ && d.layer.norm.placement == MT_PRE_LN && d.token_types == 3);
+    assert_true(d.no_binary_head == 1 && d.layer.heads == 8 && d.layer.ffn == 40 && d.layer.norm.eps == 1e-12f);
     shell("! test -e '%s'", in_scratch("a/step-00000005/config.json"));
     REFUSED(ctx, MT_ERR_DATA, "describes a GPT", mt_gpt_desc_read(ctx, in_scratch("a/step-00000005"), &gpt));
     forget("a");
@@ -1182,7 +1182,7 @@ static void equal_configs(void **state) {
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_gpt_desc_read(ctx, "tests/golden/llama_hf", &want));
     wanted = mti_describe_gpt(&want);
-    assert_true(want.layer.scores.rotary_base == 500.0f && want.layer.kv_heads == 2 && want.layer.norm_eps == 1e-4f);
+    assert_true(want.layer.scores.rotary_base == 500.0f && want.layer.kv_heads == 2 && want.layer.norm.eps == 1e-4f);
     assert_true(want.layer.ffn == 24 && want.max_seq == SEQ && want.untied_head && want.layer.no_bias);
     shell("cp -r tests/golden/llama_hf '%s'", in_scratch("c"));
     for (size_t i = 0; i < sizeof edits / sizeof *edits; i++) {
@@ -1600,8 +1600,8 @@ static mt_status other_rank(mt_comm *world, void *user) {
         MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, NULL, &m.r));
         MT_TRY(mt_gpt_desc_read(m.r.ctx, s.directory, &d));
         if (i == 0) d.layer.activation = MT_GELU_ERF;
-        if (i == 1) d.layer.norm = MT_RMS_NORM;
-        if (i == 2) d.layer.placement = MT_POST_LN;
+        if (i == 1) d.layer.norm.kind = MT_RMS_NORM;
+        if (i == 2) d.layer.norm.placement = MT_POST_LN;
         if (i == 3) d.layer.scores.mask = MT_MASK_BIDIRECTIONAL;
         if (i == 4) d.untied_head = 0;
         MT_TRY(mt_gpt_create(m.r.ctx, m.r.params, &d, &m.gpt));

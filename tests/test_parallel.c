@@ -628,19 +628,19 @@ static const linear_case linear_cases[] = {
     {"column, gathered, uneven", 0, {.in_features = 15, .out_features = 19, .gather_output = 1}},
     {"column, gathered, copies",
      0,
-     {.in_features = 15, .out_features = 24, .unit = 8, .copies = 3, .copied = 2, .gather_output = 1}},
+     {.in_features = 15, .out_features = 24, .unit = 8, .split.copies = 3, .split.copied = 2, .gather_output = 1}},
     {"column, no bias", 0, {.in_features = 16, .out_features = 24, .no_bias = 1}},
     {"column, bias left to the caller", 0, {.in_features = 16, .out_features = 19, .skip_bias_add = 1}},
     {"column, two parts", 0, {.in_features = 16, .out_features = 22, .parts = 2}},
     {"column, two parts, gathered", 0, {.in_features = 16, .out_features = 22, .parts = 2, .gather_output = 1}},
     {"column, units", 0, {.in_features = 16, .out_features = 20, .unit = 4}},
-    {"column, padded", 0, {.in_features = 16, .out_features = 19, .padded_out_features = 24}},
+    {"column, padded", 0, {.in_features = 16, .out_features = 19, .split.padded_out_features = 24}},
     {"column, padded, gathered",
      0,
-     {.in_features = 16, .out_features = 11, .gather_output = 1, .padded_out_features = 24}},
+     {.in_features = 16, .out_features = 11, .gather_output = 1, .split.padded_out_features = 24}},
     {"column, padded, units, sequence-parallel",
      0,
-     {.in_features = 16, .out_features = 12, .unit = 2, .sequence_parallel = 1, .padded_out_features = 20}},
+     {.in_features = 16, .out_features = 12, .unit = 2, .sequence_parallel = 1, .split.padded_out_features = 20}},
     {"column, sequence-parallel", 0, {.in_features = 16, .out_features = 19, .sequence_parallel = 1}},
     {"column, sequence-parallel, gathered, two parts",
      0,
@@ -992,13 +992,13 @@ static void test_linear_sums_of_many_products(void **state) {
 /* A column-parallel layer that uses the weight of another layer: both add to one gradient, and each has its own
    bias. */
 static mt_status shared_weight_body(test_rank *r, int64_t padded) {
-    mt_linear_desc d = {.in_features = 6, .out_features = 8, .padded_out_features = padded};
+    mt_linear_desc d = {.in_features = 6, .out_features = 8, .split.padded_out_features = padded};
     mt_column_parallel_linear a, b;
     mt_linear_saved sa, sb;
     mt_tensor x, y, dy;
     MT_TRY(mt_column_parallel_linear_create(r->ctx, r->params, "a", &d, &a));
     d.weight = a.weight;
-    if (r->grid.tp_size > 1) d.padded_out_features = 0; /* the same: the padding is that of the weight */
+    if (r->grid.tp_size > 1) d.split.padded_out_features = 0; /* the same: the padding is that of the weight */
     MT_TRY(mt_column_parallel_linear_create(r->ctx, r->params, "b", &d, &b));
     CHECK(mt_params_count(r->params) == 3 && b.weight == a.weight && b.bias != a.bias);
     CHECK(b.local_features == (padded ? padded : 8) / r->grid.tp_size && b.bias->value.cols == b.local_features);
@@ -1965,10 +1965,10 @@ static void test_linear_create_refuses(void **state) {
     d.gather_output = 1;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "gather_output", mt_row_parallel_linear_create(r.ctx, r.params, "l", &d, &row));
     d = good_linear;
-    d.padded_out_features = 16;
+    d.split.padded_out_features = 16;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "padded_out_features",
             mt_row_parallel_linear_create(r.ctx, r.params, "l", &d, &row));
-    d.padded_out_features = 11;
+    d.split.padded_out_features = 11;
     REFUSED(r.ctx, MT_ERR_SHAPE, "'l.weight': padded_features is 11, must be from 12 to",
             mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
     assert_int_equal(mt_params_count(r.params), 0);
@@ -2032,11 +2032,11 @@ static void test_linear_create_refuses_weights(void **state) {
     REFUSED_EXACTLY(r.ctx, MT_ERR_SHAPE, "'l': unit is 3, that of the shared weight 'a.weight' is 1",
                     mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
     d.unit = 0;
-    d.padded_out_features = 16;
+    d.split.padded_out_features = 16;
     REFUSED(r.ctx, MT_ERR_SHAPE, "padded_out_features is 16|'a.weight' is 0",
             mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
     assert_int_equal(mt_params_count(r.params), 2);
-    d.padded_out_features = 0;
+    d.split.padded_out_features = 0;
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_create(r.ctx, r.params, "row", &good_linear, &row));
     d.weight = row.weight;
     REFUSED_EXACTLY(r.ctx, MT_ERR_SHAPE, "'l' shares the weight 'row.weight', whose placement is not MT_SPLIT_ROWS",

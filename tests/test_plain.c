@@ -244,10 +244,10 @@ static const linear_case linear_cases[] = {
     {"column, uneven", 0, {.in_features = 15, .out_features = 19}},
     {"column, gathered", 0, {.in_features = 16, .out_features = 24, .gather_output = 1}},
     {"column, gathered, uneven", 0, {.in_features = 15, .out_features = 19, .gather_output = 1}},
-    {"column, padded by the caller", 0, {.in_features = 16, .out_features = 19, .padded_out_features = 24}},
+    {"column, padded by the caller", 0, {.in_features = 16, .out_features = 19, .split.padded_out_features = 24}},
     {"column, padded by the caller, gathered",
      0,
-     {.in_features = 16, .out_features = 19, .padded_out_features = 24, .gather_output = 1}},
+     {.in_features = 16, .out_features = 19, .split.padded_out_features = 24, .gather_output = 1}},
     {"column, no bias", 0, {.in_features = 16, .out_features = 24, .no_bias = 1}},
     {"column, two parts", 0, {.in_features = 16, .out_features = 22, .parts = 2, .parts_by_shard = 1}},
     {"column, units, gathered", 0, {.in_features = 16, .out_features = 20, .unit = 4, .gather_output = 1}},
@@ -996,7 +996,8 @@ static void test_plain_attention_refuses(void **state) {
 /* ---- refusals ---------------------------------------------------------------------------------------------------- */
 
 static void test_plain_row_calls_refuse(void **state) {
-    const mt_linear_desc padded = {.padded_out_features = 6}, copies = {.unit = 2, .copies = 2, .copied = 2},
+    const mt_linear_desc padded = {.split.padded_out_features = 6},
+                         copies = {.unit = 2, .split.copies = 2, .split.copied = 2},
                          add = {.input_is_parallel = 1, .add_to_dx = 1};
     mt_linear_saved saved;
     test_rank r;
@@ -1006,7 +1007,7 @@ static void test_plain_row_calls_refuse(void **state) {
     mt_tensor dw = test_tensor(&r, 5, 5, 7.0f);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_row_parallel_forward|padded_out_features",
             mt_row_parallel_forward(r.ctx, r.grid.tp, x, w, mt_none(), y, &padded, NULL));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_row_parallel_forward|sets copies",
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_row_parallel_forward|sets split.copies",
             mt_row_parallel_forward(r.ctx, r.grid.tp, x, w, mt_none(), y, &copies, NULL));
     saved.x = x;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_row_parallel_backward|dx|dy|overlap",

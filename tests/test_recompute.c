@@ -94,9 +94,9 @@ static size_t kept_by_layer(const shape *s, mt_recompute how) {
     mt_transformer_layer_desc d = {.hidden = s->hidden,
                                    .heads = s->heads,
                                    .recompute = how,
-                                   .hidden_dropout = 0.1f,
+                                   .dropout.hidden = 0.1f,
                                    .sequence_parallel = s->sequence_parallel,
-                                   .attention_dropout = 0.1f};
+                                   .dropout.attention = 0.1f};
     mt_batch batch = {.sequences = s->sequences, .seq = s->seq};
     int64_t rows = s->seq * s->sequences / (s->sequence_parallel ? s->tp : 1);
     mt_transformer_layer layer;
@@ -127,7 +127,7 @@ static size_t needed_by_gpt(const shape *s, mt_recompute how, int64_t layers, in
                                .heads = s->heads,
                                .recompute = how,
                                .sequence_parallel = s->sequence_parallel,
-                               .hidden_dropout = 0.1f}};
+                               .dropout.hidden = 0.1f}};
     mt_batch batch = {.sequences = s->sequences, .seq = s->seq};
     mt_tensor loss, ids;
     mt_gpt_saved saved;
@@ -182,8 +182,11 @@ static void test_memory(void **state) {
 
 static mt_ledger step_of_layer(mt_recompute how, mt_ln_placement placement, int sequence_parallel) {
     mt_context_desc meta = {.device = MT_DEVICE_META};
-    mt_transformer_layer_desc d = {
-        .hidden = 64, .heads = 4, .recompute = how, .placement = placement, .sequence_parallel = sequence_parallel};
+    mt_transformer_layer_desc d = {.hidden = 64,
+                                   .heads = 4,
+                                   .recompute = how,
+                                   .norm.placement = placement,
+                                   .sequence_parallel = sequence_parallel};
     mt_batch batch = {.sequences = 2, .seq = 8};
     mt_transformer_layer layer;
     mt_transformer_layer_saved saved;

@@ -139,7 +139,7 @@ static mt_status mti_attention_check(mt_context *ctx, const char *function, cons
     MT_TRY(mt_check_float(ctx, function, name, "dropout", d->dropout, MT_FLOAT_PROBABILITY));
     MT_TRY(mt_check_integer(ctx, function, name, "layer_number", d->layer_number, 0, INT64_MAX));
     MT_TRY(mt_check_enum(ctx, function, name, "qkv_layout", (int)d->qkv_layout, MT_QKV_LAYOUT_WORDS));
-    MT_TRY(mti_init_std_check(ctx, function, name, d->init_std, d->output_init_std));
+    MT_TRY(mti_init_check(ctx, function, name, &d->init));
     MT_TRY(mti_heads_check(ctx, function, name, d->hidden, d->heads, d->kv_heads, shards));
     MT_TRY(mti_attention_rotary_check(ctx, function, name, d));
     return mti_qkv_layout_check(ctx, function, name, d, shards);
@@ -207,8 +207,8 @@ static mt_status mti_attention_input(mt_context *ctx, const mti_origin *from, in
     l.parts = parts;
     l.unit = unit;
     if (copied > 0 && pieces > 1) {
-        l.copies = pieces;
-        l.copied = copied;
+        l.split.copies = pieces;
+        l.split.copied = copied;
     }
     l.parts_by_shard = parts > 1;
     return mti_origin_column(ctx, from, index, name, suffix, &l, out);
@@ -234,7 +234,7 @@ static mt_status mti_attention_inputs(mt_context *ctx, const mti_origin *from, c
                                       mt_self_attention *out) {
     const mt_self_attention_desc *d = &out->desc;
     int64_t groups = h->kv_heads, head = h->head_dim, width = (h->heads / groups + 2) * head;
-    mt_linear_desc l = mti_attention_linear(d->hidden, d->no_bias, d->sequence_parallel, d->init_std, d->add_to_dx);
+    mt_linear_desc l = mti_attention_linear(d->hidden, d->no_bias, d->sequence_parallel, d->init.std, d->add_to_dx);
     if (d->qkv_layout == MT_QKV_SEPARATE)
         return mti_attention_separate(ctx, from, name, h, &l, &l, &out->separate[0], &out->separate[1]);
     if (d->qkv_layout == MT_QKV_CONCATENATED)
@@ -258,7 +258,7 @@ static mt_status mti_attention_proj(mt_context *ctx, const mti_origin *from, con
 static mt_status mti_attention_create(mt_context *ctx, const mti_origin *from, const char *name,
                                       mt_self_attention *out) {
     const mt_self_attention_desc *d = &out->desc;
-    mt_linear_desc proj = mti_attention_linear(0, d->no_bias, d->sequence_parallel, d->output_init_std, 0);
+    mt_linear_desc proj = mti_attention_linear(0, d->no_bias, d->sequence_parallel, d->init.output_std, 0);
     mti_heads h;
     h.heads = d->heads;
     h.kv_heads = d->kv_heads;
@@ -296,7 +296,7 @@ MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, co
    and a value), which is not divided. */
 static int mti_is_per_group(const mt_column_parallel_linear *layer, int64_t head_dim) {
     int64_t unit = layer->desc.unit;
-    return layer->desc.parts <= 1 && layer->desc.copies <= 1 && head_dim > 0 && unit / head_dim >= 3 &&
+    return layer->desc.parts <= 1 && layer->desc.split.copies <= 1 && head_dim > 0 && unit / head_dim >= 3 &&
            unit % head_dim == 0;
 }
 
@@ -369,10 +369,10 @@ static mt_status mti_query_groups_check(mt_context *ctx, const char *function, c
                                         const mt_column_parallel_linear *layer) {
     const mt_linear_desc *d = &layer->desc;
     if (mti_is_per_group(layer, features)) return MT_SUCCESS;
-    if (d->parts > 1 || d->copies > 1)
+    if (d->parts > 1 || d->split.copies > 1)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': '%s' has no query groups: its %s is %lld", function, name,
                        layer->name, d->parts > 1 ? "parts" : "copies",
-                       (long long)(d->parts > 1 ? d->parts : d->copies));
+                       (long long)(d->parts > 1 ? d->parts : d->split.copies));
     return mt_fail(ctx, MT_ERR_SHAPE,
                    "%s: '%s': features is %lld, must divide the unit %lld of '%s' into three heads or more", function,
                    name, (long long)features, (long long)d->unit, layer->name);

@@ -2,8 +2,8 @@
 
 #pragma once
 #include "batch.h"
+#include "mlp.h"
 #include "../ops/kv_cache.h"
-#include "../parallel/linear.h"
 #include "../parallel/norm.h"
 
 /* A query group is one key/value head with its heads / kv_heads query heads. The groups are split over the tensor ranks
@@ -39,12 +39,12 @@ typedef struct mt_self_attention_desc {
     int64_t layer_number; /* selects the dropout masks; give each layer a number of its own */
     int no_bias;          /* 1: qkv and proj have no bias */
     /* advanced */
-    mt_qkv_layout qkv_layout;        /* 0: MT_QKV_PER_GROUP */
-    int skip_bias_add;               /* as in mt_mlp_desc, for proj.bias */
-    int sequence_parallel;           /* 1: x and y are [tokens / t, hidden] */
-    int recompute_core;              /* 1: backward runs core attention again, and saved does not keep out and lse */
-    float init_std, output_init_std; /* deviation of the initial weights of qkv and of proj; MT_ZERO: 0; 0: 0.02 */
-    int add_to_dx;                   /* 1: backward adds to dx, see mt_linear_desc */
+    mt_qkv_layout qkv_layout; /* 0: MT_QKV_PER_GROUP */
+    int skip_bias_add;        /* as in mt_mlp_desc, for proj.bias */
+    int sequence_parallel;    /* 1: x and y are [tokens / t, hidden] */
+    int recompute_core;       /* 1: backward runs core attention again, and saved does not keep out and lse */
+    mt_init_desc init;        /* of qkv and proj */
+    int add_to_dx;            /* 1: backward adds to dx, see mt_linear_desc */
 } mt_self_attention_desc;
 
 typedef struct mt_self_attention {

@@ -31,7 +31,7 @@ static mt_status mti_cross_desc_check(mt_context *ctx, const char *function, con
     MT_TRY(mt_check_float(ctx, function, name, "dropout", d->dropout, MT_FLOAT_PROBABILITY));
     MT_TRY(mt_check_integer(ctx, function, name, "layer_number", d->layer_number, 0, INT64_MAX));
     MT_TRY(mti_cross_scores_check(ctx, function, name, &d->scores));
-    MT_TRY(mti_init_std_check(ctx, function, name, d->init_std, d->output_init_std));
+    MT_TRY(mti_init_check(ctx, function, name, &d->init));
     return mti_heads_check(ctx, function, name, d->hidden, d->heads, d->kv_heads, shards);
 }
 
@@ -45,9 +45,9 @@ static mt_status mti_cross_create(mt_context *ctx, mt_params *params, const char
     h.kv_heads = d->kv_heads;
     h.head_dim = out->head_dim;
     h.pieces = out->pieces;
-    query = mti_attention_linear(d->hidden, d->no_bias, d->sequence_parallel, d->init_std, d->add_to_dx);
-    key_value = mti_attention_linear(d->kv_hidden, d->no_bias, d->sequence_parallel, d->init_std, d->add_to_dmemory);
-    proj = mti_attention_linear(0, d->no_bias, d->sequence_parallel, d->output_init_std, 0);
+    query = mti_attention_linear(d->hidden, d->no_bias, d->sequence_parallel, d->init.std, d->add_to_dx);
+    key_value = mti_attention_linear(d->kv_hidden, d->no_bias, d->sequence_parallel, d->init.std, d->add_to_dmemory);
+    proj = mti_attention_linear(0, d->no_bias, d->sequence_parallel, d->init.output_std, 0);
     proj.skip_bias_add = d->skip_bias_add;
     MT_TRY(mti_attention_separate(ctx, &from, name, &h, &query, &key_value, &out->query, out->key_value));
     MT_TRY(mti_attention_proj(ctx, &from, name, &h, proj, &out->proj));

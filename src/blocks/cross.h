@@ -2,7 +2,7 @@
 
 #pragma once
 #include "batch.h"
-#include "../parallel/linear.h"
+#include "mlp.h"
 
 /* Attention with queries from x, and keys and values from another sequence, `memory`: in the decoder of arXiv
    1706.03762 the output of the encoder (CrossAttention of Megatron-LM). A query sees all valid keys of its sequence.
@@ -25,13 +25,13 @@ typedef struct mt_cross_attention_desc {
     int64_t layer_number; /* selects the dropout masks. It may be that of a self-attention in the same layer */
     int no_bias;          /* 1: query, key, value and proj have no bias */
     /* advanced */
-    mt_scores_desc scores;           /* only softcap and scale; the others must be 0 (MT_ERR_ARGUMENT) */
-    int skip_bias_add;               /* as in mt_mlp_desc, for proj.bias */
-    int sequence_parallel;           /* 1: x and y are [queries / t, hidden], and memory is [keys / t, kv_hidden] */
-    int recompute_core;              /* 1: backward runs core attention again, and saved does not keep out and lse */
-    float init_std, output_init_std; /* as in mt_self_attention_desc: of query, key and value, and of proj */
-    int add_to_dx;                   /* 1: backward adds to dx, see mt_linear_desc */
-    int add_to_dmemory;              /* the same for dmemory, to sum it over the layers that read one memory */
+    mt_scores_desc scores; /* only softcap and scale; the others must be 0 (MT_ERR_ARGUMENT) */
+    int skip_bias_add;     /* as in mt_mlp_desc, for proj.bias */
+    int sequence_parallel; /* 1: x and y are [queries / t, hidden], and memory is [keys / t, kv_hidden] */
+    int recompute_core;    /* 1: backward runs core attention again, and saved does not keep out and lse */
+    mt_init_desc init;     /* of query, key and value, and of proj */
+    int add_to_dx;         /* 1: backward adds to dx, see mt_linear_desc */
+    int add_to_dmemory;    /* the same for dmemory, to sum it over the layers that read one memory */
 } mt_cross_attention_desc;
 
 typedef struct mt_cross_attention {

@@ -11,8 +11,8 @@ static mt_status mti_layer_norm(mt_context *ctx, mt_params *params, const char *
     mt_norm_layer_desc n;
     memset(&n, 0, sizeof n);
     n.features = d->hidden;
-    n.kind = d->norm;
-    n.eps = d->norm_eps;
+    n.kind = d->norm.kind;
+    n.eps = d->norm.eps;
     n.sequence_parallel = d->sequence_parallel;
     MT_TRY(mt_param_name(ctx, full, name, suffix));
     return mt_norm_layer_create(ctx, params, full, &n, out);
@@ -31,8 +31,8 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
     a.kv_heads = d->kv_heads;
     a.scores = d->scores;
     a.max_seq = d->max_seq;
-    a.dropout = d->attention_dropout;
-    a.layer_number = d->layer_number;
+    a.dropout = d->dropout.attention;
+    a.layer_number = d->dropout.layer_number;
     m.hidden = d->hidden;
     m.ffn = d->ffn;
     m.activation = d->activation;
@@ -41,8 +41,7 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
     a.sequence_parallel = m.sequence_parallel = d->sequence_parallel;
     a.qkv_layout = d->qkv_layout;
     a.recompute_core = d->recompute == MT_RECOMPUTE_SELECTIVE;
-    a.init_std = m.init_std = d->init_std;
-    a.output_init_std = m.output_init_std = d->output_init_std;
+    a.init = m.init = d->init;
     MT_TRY(mti_layer_norm(ctx, params, name, "input_layernorm", d, &out->input_norm));
     MT_TRY(mt_param_name(ctx, full, name, "self_attention"));
     MT_TRY(mt_self_attention_create(ctx, params, full, &a, &out->attention));
@@ -56,13 +55,13 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
 static mt_status mti_layer_desc_check(mt_context *ctx, const char *function, const char *name,
                                       const mt_transformer_layer_desc *d) {
     MT_TRY(mt_check_integer(ctx, function, name, "hidden", d->hidden, 1, INT32_MAX));
-    MT_TRY(mt_check_enum(ctx, function, name, "placement", (int)d->placement, MT_LN_PLACEMENT_WORDS));
-    MT_TRY(mt_check_enum(ctx, function, name, "norm", (int)d->norm, MT_NORM_WORDS));
-    MT_TRY(mt_check_float(ctx, function, name, "norm_eps", d->norm_eps, MT_FLOAT_AT_LEAST_0));
-    MT_TRY(mt_check_float(ctx, function, name, "attention_dropout", d->attention_dropout, MT_FLOAT_PROBABILITY));
-    MT_TRY(mt_check_float(ctx, function, name, "hidden_dropout", d->hidden_dropout, MT_FLOAT_PROBABILITY));
+    MT_TRY(mt_check_enum(ctx, function, name, "norm.placement", (int)d->norm.placement, MT_LN_PLACEMENT_WORDS));
+    MT_TRY(mt_check_enum(ctx, function, name, "norm.kind", (int)d->norm.kind, MT_NORM_WORDS));
+    MT_TRY(mt_check_float(ctx, function, name, "norm.eps", d->norm.eps, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mt_check_float(ctx, function, name, "dropout.attention", d->dropout.attention, MT_FLOAT_PROBABILITY));
+    MT_TRY(mt_check_float(ctx, function, name, "dropout.hidden", d->dropout.hidden, MT_FLOAT_PROBABILITY));
     MT_TRY(mt_check_enum(ctx, function, name, "recompute", (int)d->recompute, MT_RECOMPUTE_WORDS));
-    return mti_init_std_check(ctx, function, name, d->init_std, d->output_init_std);
+    return mti_init_check(ctx, function, name, &d->init);
 }
 
 MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params, const char *name,
@@ -111,7 +110,7 @@ static mti_sublayer mti_sublayer_of(const mt_transformer_layer *layer, const mt_
     h.index = index;
     h.norm = index == 0 ? &layer->input_norm : &layer->mlp_norm;
     h.bias = index == 0 ? layer->attention.proj.bias : layer->mlp.fc2.bias;
-    h.dropout = mti_row_dropout(batch, training ? layer->desc.hidden_dropout : 0.0f, layer->desc.layer_number,
+    h.dropout = mti_row_dropout(batch, training ? layer->desc.dropout.hidden : 0.0f, layer->desc.dropout.layer_number,
                                 1 + index, layer->desc.sequence_parallel, layer->tp, rows, layer->desc.hidden);
     return h;
 }
@@ -150,12 +149,12 @@ static mt_status mti_sublayer_forward(mt_context *ctx, const mti_sublayer *h, mt
     mt_norm_saved *norm = !saved ? NULL : h->index == 0 ? &saved->input_norm : &saved->mlp_norm;
     mt_tensor inner;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &inner));
-    if (h->layer->desc.placement == MT_POST_LN) {
+    if (h->layer->desc.norm.placement == MT_POST_LN) {
         MT_TRY(mti_sublayer_add(ctx, h, x, x, inner, saved));
         return mt_norm_layer_forward(ctx, h->norm, inner, y, norm);
     }
     MT_TRY(mt_norm_layer_forward(ctx, h->norm, x, inner, norm));
-    return mti_sublayer_add(ctx, h, inner, h->layer->desc.placement == MT_PRE_LN ? x : inner, y, saved);
+    return mti_sublayer_add(ctx, h, inner, h->layer->desc.norm.placement == MT_PRE_LN ? x : inner, y, saved);
 }
 
 /* The argument of mti_drop_rows. */
@@ -196,7 +195,7 @@ static mt_status mti_sublayer_backward(mt_context *ctx, const mti_sublayer *h, m
     const mt_norm_saved *norm = h->index == 0 ? &saved->input_norm : &saved->mlp_norm;
     mt_tensor dinner, dblock;
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &dinner));
-    if (h->layer->desc.placement == MT_POST_LN) {
+    if (h->layer->desc.norm.placement == MT_POST_LN) {
         MT_TRY(mt_norm_layer_backward(ctx, h->norm, dy, mt_none(), dinner, norm));
         MT_TRY(mti_sublayer_drop_backward(ctx, h, dinner, &dblock));
         MT_TRY(mti_sublayer_block_backward(ctx, h, dblock, dx, saved));
@@ -204,7 +203,7 @@ static mt_status mti_sublayer_backward(mt_context *ctx, const mti_sublayer *h, m
     }
     MT_TRY(mti_sublayer_drop_backward(ctx, h, dy, &dblock));
     MT_TRY(mti_sublayer_block_backward(ctx, h, dblock, dinner, saved));
-    if (h->layer->desc.placement == MT_PRE_LN) return mt_norm_layer_backward(ctx, h->norm, dinner, dy, dx, norm);
+    if (h->layer->desc.norm.placement == MT_PRE_LN) return mt_norm_layer_backward(ctx, h->norm, dinner, dy, dx, norm);
     MT_TRY(mt_add(ctx, dinner, dy, dinner));
     return mt_norm_layer_backward(ctx, h->norm, dinner, mt_none(), dx, norm);
 }
@@ -280,7 +279,7 @@ static mt_status mti_layer_again(mt_context *ctx, const mt_transformer_layer *la
     mt_batch batch = saved->attention.batch;
     mt_tensor x = saved->x, y = mt_none();
     mt_status status;
-    if (layer->desc.placement == MT_POST_LN) MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &y));
+    if (layer->desc.norm.placement == MT_POST_LN) MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &y));
     mt_hash_log_pause(ctx, 1);
     mt_trace_recompute(ctx, 1);
     status = mti_layer_forward(ctx, layer, &batch, NULL, x, y, saved);

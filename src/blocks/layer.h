@@ -1,7 +1,6 @@
 /* ---- transformer layer ------------------------------------------------------------------------------------------- */
 
 #pragma once
-#include "mlp.h"
 #include "attention.h"
 
 /* Selects the places of the two norms of a layer. LN is the norm (mt_norm_kind) and D is dropout.
@@ -26,24 +25,33 @@ typedef enum mt_ln_placement { MT_PRE_LN = 0, MT_POST_LN = 1, MT_RESIDUAL_POST_L
 typedef enum mt_recompute { MT_RECOMPUTE_NONE = 0, MT_RECOMPUTE_SELECTIVE = 1, MT_RECOMPUTE_FULL = 2 } mt_recompute;
 #define MT_RECOMPUTE_WORDS "MT_RECOMPUTE_NONE MT_RECOMPUTE_SELECTIVE MT_RECOMPUTE_FULL" /* see mt_check_enum */
 
+/* The two norms of a layer. */
+typedef struct mt_layer_norms {
+    mt_norm_kind kind;         /* 0: MT_LAYER_NORM */
+    float eps;                 /* 0: 1e-5 */
+    mt_ln_placement placement; /* 0: MT_PRE_LN */
+} mt_layer_norms;
+
+/* The dropout of a layer. */
+typedef struct mt_layer_dropout {
+    float attention, hidden; /* of attention probabilities; of the outputs of attention and MLP */
+    int64_t layer_number;    /* selects the masks; give each layer a number of its own */
+} mt_layer_dropout;
+
 typedef struct mt_transformer_layer_desc {
     int64_t hidden, heads;
-    int64_t kv_heads, ffn;     /* query groups (0: heads); inner width of the MLP (0: 4 * hidden) */
-    mt_ln_placement placement; /* 0: MT_PRE_LN */
-    mt_norm_kind norm;         /* 0: MT_LAYER_NORM */
-    float norm_eps;            /* 0: 1e-5 */
-    mt_activation activation;  /* 0: MT_GELU_TANH */
-    mt_scores_desc scores;     /* mask, rotary, window, ALiBi of attention, see mt_self_attention_desc */
-    int64_t max_seq;           /* tokens of the longest sequence; must be 0 without rotary (MT_ERR_ARGUMENT) */
-    float attention_dropout, hidden_dropout; /* of attention probabilities; of the outputs of attention and MLP */
-    int64_t layer_number;                    /* selects the dropout masks; give each layer a number of its own */
-    int no_bias;                             /* 1: qkv, proj, fc1 and fc2 have no bias; a LayerNorm still has one */
+    int64_t kv_heads, ffn; /* query groups (0: heads); inner width of the MLP (0: 4 * hidden) */
+    mt_layer_norms norm;
+    mt_activation activation; /* 0: MT_GELU_TANH */
+    mt_scores_desc scores;    /* mask, rotary, window, ALiBi of attention, see mt_self_attention_desc */
+    int64_t max_seq;          /* tokens of the longest sequence; must be 0 without rotary (MT_ERR_ARGUMENT) */
+    mt_layer_dropout dropout;
+    int no_bias; /* 1: qkv, proj, fc1 and fc2 have no bias; a LayerNorm still has one */
     /* advanced */
     mt_qkv_layout qkv_layout; /* see mt_self_attention_desc; 0: MT_QKV_PER_GROUP */
     int sequence_parallel;    /* 1: x and y are [tokens / t, hidden] */
     mt_recompute recompute;   /* 0: MT_RECOMPUTE_NONE */
-    float init_std;           /* standard deviation of the initial weights of qkv and fc1; MT_ZERO: 0; 0: 0.02 */
-    float output_init_std;    /* of proj and fc2; GPT-2 has 0.02 / sqrt(2 * layers); MT_ZERO: 0; 0: 0.02 */
+    mt_init_desc init;        /* of the weights of attention and MLP */
 } mt_transformer_layer_desc;
 
 typedef struct mt_transformer_layer {

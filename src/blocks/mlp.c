@@ -90,7 +90,7 @@ static mt_status mti_mlp_create(mt_context *ctx, const mti_origin *from, const c
     fc1.no_bias = d->no_bias;
     fc1.skip_bias_add = !d->no_bias; /* the bias is added with the activation */
     fc1.sequence_parallel = d->sequence_parallel;
-    fc1.init_std = d->init_std;
+    fc1.init_std = d->init.std;
     fc1.add_to_dx = d->add_to_dx;
     memset(&fc2, 0, sizeof fc2);
     fc2.in_features = d->ffn;
@@ -99,23 +99,22 @@ static mt_status mti_mlp_create(mt_context *ctx, const mti_origin *from, const c
     fc2.no_bias = d->no_bias;
     fc2.skip_bias_add = d->skip_bias_add;
     fc2.sequence_parallel = d->sequence_parallel;
-    fc2.init_std = d->output_init_std;
+    fc2.init_std = d->init.output_std;
     MT_TRY(mti_origin_column(ctx, from, 0, name, "linear_fc1", &fc1, &out->fc1));
     return mti_origin_row(ctx, from, name, "linear_fc2", &fc2, &out->fc2);
 }
 
-static mt_status mti_init_std_check(mt_context *ctx, const char *function, const char *name, float init_std,
-                                    float output_init_std) {
-    MT_TRY(mt_check_float(ctx, function, name, "init_std", mt_or_default(init_std, 1), MT_FLOAT_AT_LEAST_0));
-    output_init_std = mt_or_default(output_init_std, 1);
-    return mt_check_float(ctx, function, name, "output_init_std", output_init_std, MT_FLOAT_AT_LEAST_0);
+static mt_status mti_init_check(mt_context *ctx, const char *function, const char *name, const mt_init_desc *init) {
+    float std = mt_or_default(init->std, 1), output_std = mt_or_default(init->output_std, 1);
+    MT_TRY(mt_check_float(ctx, function, name, "init.std", std, MT_FLOAT_AT_LEAST_0));
+    return mt_check_float(ctx, function, name, "init.output_std", output_std, MT_FLOAT_AT_LEAST_0);
 }
 
 static mt_status mti_mlp_desc_check(mt_context *ctx, const char *function, const char *name, const mt_mlp_desc *d) {
     MT_TRY(mt_check_integer(ctx, function, name, "hidden", d->hidden, 1, INT32_MAX));
     MT_TRY(mt_check_integer(ctx, function, name, "ffn", d->ffn, 0, INT32_MAX));
     MT_TRY(mt_check_enum(ctx, function, name, "activation", (int)d->activation, MT_ACTIVATION_WORDS));
-    return mti_init_std_check(ctx, function, name, d->init_std, d->output_init_std);
+    return mti_init_check(ctx, function, name, &d->init);
 }
 
 MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *desc,

@@ -4,6 +4,12 @@
 #include "../ops/bias.h"
 #include "../parallel/linear.h"
 
+/* The standard deviations of the initial weights of a block. A layer has the same for attention and MLP. */
+typedef struct mt_init_desc {
+    float std;        /* of fc1; of qkv, or query, key and value; MT_ZERO: 0; 0: 0.02 */
+    float output_std; /* of fc2; of proj; GPT-2 has 0.02 / sqrt(2 * layers); MT_ZERO: 0; 0: 0.02 */
+} mt_init_desc;
+
 /* Y = act(X A) B, with a bias after each product. A (fc1) is column-parallel and B (fc2) is row-parallel, so act needs
    no communication (arXiv 1909.08053, eq. 3 and figure 3a). */
 typedef struct mt_mlp_desc {
@@ -15,9 +21,9 @@ typedef struct mt_mlp_desc {
     /* 1: forward does not add fc2.bias, and backward does not add to the gradient of fc2.bias. The caller does both,
        for instance fused with a dropout. MT_ERR_ARGUMENT with no_bias */
     int skip_bias_add;
-    int sequence_parallel;           /* 1: x and y are [tokens / t, hidden] */
-    float init_std, output_init_std; /* deviation of the initial weights of fc1 and of fc2; MT_ZERO: 0; 0: 0.02 */
-    int add_to_dx;                   /* 1: backward adds to dx, see mt_linear_desc */
+    int sequence_parallel; /* 1: x and y are [tokens / t, hidden] */
+    mt_init_desc init;     /* of fc1 and fc2 */
+    int add_to_dx;         /* 1: backward adds to dx, see mt_linear_desc */
 } mt_mlp_desc;
 
 /* The comment of each layer below gives the names of its parameters. NAME is the `name` that you pass to the block's

@@ -14,7 +14,7 @@ static mt_language_model_desc mti_bert_model(const mt_bert_desc *d) {
     m.layer.scores.mask = MT_MASK_BIDIRECTIONAL;
     m.is_encoder = 1;
     m.token_types = d->token_types ? d->token_types : 2;
-    m.embedding_norm = d->layer.placement == MT_POST_LN;
+    m.embedding_norm = d->layer.norm.placement == MT_POST_LN;
     m.tied_head = 1;
     m.recompute_layers = d->recompute_layers;
     m.embedding_dropout = d->embedding_dropout;
@@ -31,7 +31,7 @@ static mt_status mti_bert_dense(mt_context *ctx, mt_params *params, const mt_ber
     d.in_features = d.out_features = l->hidden;
     d.gather_output = 1;
     d.sequence_parallel = sequence_parallel;
-    d.init_std = l->init_std;
+    d.init_std = l->init.std;
     return mt_column_parallel_linear_create(ctx, params, name, &d, out);
 }
 
@@ -41,7 +41,7 @@ static mt_status mti_bert_binary(mt_context *ctx, mt_params *params, mt_bert *be
     memset(&d, 0, sizeof d);
     d.in_features = bert->desc.layer.hidden;
     d.out_features = 2;
-    d.init_std = bert->desc.layer.init_std;
+    d.init_std = bert->desc.layer.init.std;
     MT_TRY(mti_bert_dense(ctx, params, bert, "pooler.dense", 0, &bert->pooler));
     return mt_column_parallel_linear_create(ctx, params, "binary_head", &d, &bert->binary_head);
 }

@@ -6,18 +6,18 @@
 /* A BERT (arXiv 1810.04805) as in Megatron-LM: embeddings of tokens, positions (not with rotary or ALiBi) and token
    types, layers without a causal mask, and two heads with a loss each.
    - masked LM: y = norm(act(x W + b)) for each token, then logits with the weight of the token embedding and a bias of
-     their own. act is layer.activation, and norm is layer.norm.
+     their own. act is layer.activation, and norm is layer.norm.kind.
    - sentence order: logits of 2 classes for each sequence, pooled W2 + b2 with pooled = tanh(x W1 + b1), the pooler,
      where x is the output for the first token of the sequence. The original BERT trains this head for the prediction
      of the next sentence, and ALBERT (arXiv 1909.11942) and Megatron-LM for the order of sentences.
    The heads have biases also with layer.no_bias.
-   layer.placement selects the norms (arXiv 1909.08053, figure 7). With MT_POST_LN, as in the original BERT, the sum of
-   the embeddings has a norm and there is no final norm. With the others there is a final norm, and the sum of the
+   layer.norm.placement selects the norms (arXiv 1909.08053, figure 7). With MT_POST_LN, as in the original BERT, the
+   sum of the embeddings has a norm and there is no final norm. With the others there is a final norm, and the sum of the
    embeddings has none. */
 typedef struct mt_bert_desc {
     int64_t vocab, layers, max_seq; /* max_seq: tokens of the longest sequence */
     /* Describes every layer, as in mt_gpt_desc. layer.scores.mask is not read: tokens see all valid tokens of their
-       sequence. The original BERT has MT_POST_LN, MT_GELU_ERF and norm_eps 1e-12. MT_SWIGLU is MT_ERR_ARGUMENT */
+       sequence. The original BERT has MT_POST_LN, MT_GELU_ERF and norm.eps 1e-12. MT_SWIGLU is MT_ERR_ARGUMENT */
     mt_transformer_layer_desc layer;
     int no_binary_head; /* 1: without pooler and sentence order, as Megatron-LM's --bert-no-binary-head */
     /* advanced */

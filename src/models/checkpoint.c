@@ -35,9 +35,10 @@ static const struct {
     {MTI_BOTH("heads"), MT_FIELD_I64, MTI_AT(d.layer.heads), 1, INT32_MAX, 0, NULL},
     {MTI_BOTH("kv_heads"), MT_FIELD_I64, MTI_AT(d.layer.kv_heads), 1, INT32_MAX, 0, NULL},
     {MTI_BOTH("ffn"), MT_FIELD_I64, MTI_AT(d.layer.ffn), 1, INT32_MAX, 0, NULL},
-    {MTI_BOTH("placement"), MT_FIELD_INT, MTI_AT(d.layer.placement), 0, MT_RESIDUAL_POST_LN, 0, MT_LN_PLACEMENT_WORDS},
-    {MTI_BOTH("norm"), MT_FIELD_INT, MTI_AT(d.layer.norm), 0, MT_RMS_NORM, 0, MT_NORM_WORDS},
-    {MTI_BOTH("norm_eps"), MT_FIELD_F32, MTI_AT(d.layer.norm_eps), 1, 0, 0, NULL},
+    {MTI_BOTH("placement"), MT_FIELD_INT, MTI_AT(d.layer.norm.placement), 0, MT_RESIDUAL_POST_LN, 0,
+     MT_LN_PLACEMENT_WORDS},
+    {MTI_BOTH("norm"), MT_FIELD_INT, MTI_AT(d.layer.norm.kind), 0, MT_RMS_NORM, 0, MT_NORM_WORDS},
+    {MTI_BOTH("norm_eps"), MT_FIELD_F32, MTI_AT(d.layer.norm.eps), 1, 0, 0, NULL},
     {MTI_BOTH("activation"), MT_FIELD_INT, MTI_AT(d.layer.activation), 0, MT_ACTIVATION_COUNT - 1, 0,
      MT_ACTIVATION_WORDS},
     {"gpt.mask", NULL, MT_FIELD_INT, MTI_AT(d.layer.scores.mask), 0, MT_MASK_BIDIRECTIONAL, 0, MT_MASK_WORDS},
@@ -71,7 +72,7 @@ static void mti_described_plain(mti_described *m) {
     mt_transformer_layer_desc *l = &m->d.layer;
     if (!l->kv_heads) l->kv_heads = l->heads;
     if (!l->ffn) l->ffn = 4 * l->hidden;
-    if (l->norm_eps == 0.0f) l->norm_eps = 1e-5f;
+    if (l->norm.eps == 0.0f) l->norm.eps = 1e-5f;
     if (l->heads > 0 && l->scores.rotary_dim == l->hidden / l->heads) l->scores.rotary_dim = 0;
     l->no_bias = l->no_bias != 0;
     m->d.untied_head = m->d.untied_head != 0;

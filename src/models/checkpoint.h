@@ -66,7 +66,7 @@ typedef enum mt_layer_part {
 
 /* Reads the desc of a stored GPT, for mt_gpt_create. directory is that of one checkpoint (see mt_checkpoint_path) or of
    a GPT-2 or a Llama of Hugging Face. The desc of a checkpoint is in its metadata; that of Hugging Face is in
-   config.json. Fields that do not change the output of a model (dropout, init_std, sequence_parallel, padded_vocab,
+   config.json. Fields that do not change the output of a model (dropout, init, sequence_parallel, padded_vocab,
    ...) become 0. Not collective. MT_ERR_IO: the files cannot be read. MT_ERR_DATA: they describe no GPT that this
    library can build; the message names the member of config.json, its value and what is accepted. After an error *out
    is unchanged. */

@@ -198,7 +198,7 @@ static mt_status mti_gpt2_read(const mti_config *c, mt_gpt_desc *out) {
     if (l->hidden % l->heads != 0)
         return mt_fail(c->ctx, MT_ERR_DATA, "%s: n_embd is %lld, must be a multiple of n_head %lld", c->path,
                        (long long)l->hidden, (long long)l->heads);
-    l->norm_eps = (float)eps;
+    l->norm.eps = (float)eps;
     out->untied_head = !tied;
     return MT_SUCCESS;
 }

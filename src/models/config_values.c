@@ -68,7 +68,7 @@ static mt_status mti_config_agree(const mti_config *c, const char *type, const m
          &l->ffn},
         {{"num_key_value_heads", NULL, NULL, NULL}, MT_FIELD_I64, &l->kv_heads},
         {{"head_dim", NULL, NULL, NULL}, MT_FIELD_I64, &head_dim},
-        {{eps, "layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps"}, MT_FIELD_F32, &l->norm_eps},
+        {{eps, "layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps"}, MT_FIELD_F32, &l->norm.eps},
         {{"tie_word_embeddings", NULL, NULL, NULL}, MT_FIELD_BOOL, &tied},
         {{"attention_bias", "mlp_bias", NULL, NULL}, MT_FIELD_BOOL, &biases},
         {{"type_vocab_size", NULL, NULL, NULL}, MT_FIELD_I64, &m->token_types}};
@@ -202,8 +202,8 @@ static int mti_gpt2_write(const mt_gpt_desc *d, char *text, size_t bytes) {
         "  \"tie_word_embeddings\": %s\n}\n",
         mti_activation_text(d->layer.activation), (long long)d->vocab, (long long)d->max_seq,
         (long long)d->layer.hidden, (long long)d->layers, (long long)d->layer.heads, (long long)d->layer.ffn,
-        mti_float_text(d->layer.norm_eps, eps), mti_float_text(d->embedding_dropout, embedding),
-        mti_float_text(d->layer.attention_dropout, attention), mti_float_text(d->layer.hidden_dropout, hidden),
+        mti_float_text(d->layer.norm.eps, eps), mti_float_text(d->embedding_dropout, embedding),
+        mti_float_text(d->layer.dropout.attention, attention), mti_float_text(d->layer.dropout.hidden, hidden),
         has_end ? "50256" : "null", has_end ? "50256" : "null", d->untied_head ? "false" : "true");
 }
 
@@ -224,8 +224,8 @@ static int mti_llama_write(const mt_gpt_desc *d, char *text, size_t bytes) {
                     (long long)d->vocab, (long long)d->max_seq, (long long)d->layer.hidden, (long long)d->layers,
                     (long long)d->layer.heads, (long long)d->layer.kv_heads,
                     (long long)(d->layer.hidden / d->layer.heads), (long long)d->layer.ffn,
-                    mti_float_text(d->layer.norm_eps, eps), theta, theta, biases, biases,
-                    mti_float_text(d->layer.attention_dropout, attention), d->untied_head ? "false" : "true");
+                    mti_float_text(d->layer.norm.eps, eps), theta, theta, biases, biases,
+                    mti_float_text(d->layer.dropout.attention, attention), d->untied_head ? "false" : "true");
 }
 
 /* Writes a config.json of a BERT of the class `head`. */
@@ -240,9 +240,9 @@ static int mti_bert_write(const mti_described *m, const char *head, char *text, 
                     "  \"pad_token_id\": null,\n  \"tie_word_embeddings\": true\n}\n",
                     head, mti_activation_text(m->d.layer.activation), (long long)m->d.vocab, (long long)m->d.max_seq,
                     (long long)m->token_types, (long long)m->d.layer.hidden, (long long)m->d.layers,
-                    (long long)m->d.layer.heads, (long long)m->d.layer.ffn, mti_float_text(m->d.layer.norm_eps, eps),
-                    mti_float_text(m->d.layer.attention_dropout, attention),
-                    mti_float_text(m->d.layer.hidden_dropout, hidden));
+                    (long long)m->d.layer.heads, (long long)m->d.layer.ffn, mti_float_text(m->d.layer.norm.eps, eps),
+                    mti_float_text(m->d.layer.dropout.attention, attention),
+                    mti_float_text(m->d.layer.dropout.hidden, hidden));
 }
 
 /* Replaces the value of a member at each place that has it. The text has room for it. */

@@ -7,8 +7,8 @@
    an output head and cross-entropy. The output head has the weight of the token embedding unless untied_head is set. */
 typedef struct mt_gpt_desc {
     int64_t vocab, layers, max_seq; /* max_seq: tokens of the longest sequence */
-    /* Describes every layer. Leave layer_number and max_seq 0: mt_gpt_create sets them. When output_init_std is 0, it
-       becomes init_std / sqrt(2 * layers). */
+    /* Describes every layer. Leave dropout.layer_number and max_seq 0: mt_gpt_create sets them. When init.output_std
+       is 0, it becomes init.std / sqrt(2 * layers). */
     mt_transformer_layer_desc layer;
     /* advanced */
     int64_t recompute_layers; /* as in mt_language_model_desc */

@@ -232,9 +232,9 @@ static mt_status mti_llama_read(const mti_config *c, mt_gpt_desc *out) {
         return mti_config_refuse(c, "mlp_bias", mlp_bias ? "true" : "false",
                                  attention_bias ? "true, as attention_bias is" : "false, as attention_bias is");
     MT_TRY(mti_llama_shape(c, out, head_dim));
-    l->norm = MT_RMS_NORM;
+    l->norm.kind = MT_RMS_NORM;
     l->activation = MT_SWIGLU;
-    l->norm_eps = (float)eps;
+    l->norm.eps = (float)eps;
     l->no_bias = !mlp_bias;
     out->untied_head = !tied;
     return MT_SUCCESS;
@@ -270,8 +270,8 @@ static mt_status mti_bert_read(const mti_config *c, mti_described *out) {
     if (l->hidden % l->heads != 0)
         return mt_fail(c->ctx, MT_ERR_DATA, "%s: hidden_size is %lld, must be a multiple of num_attention_heads %lld",
                        c->path, (long long)l->hidden, (long long)l->heads);
-    l->placement = MT_POST_LN;
-    l->norm_eps = (float)eps;
+    l->norm.placement = MT_POST_LN;
+    l->norm.eps = (float)eps;
     out->d.untied_head = !tied;
     return MT_SUCCESS;
 }

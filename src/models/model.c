@@ -28,9 +28,10 @@ static mt_status mti_model_check(mt_context *ctx, const char *function, const mt
     if (d->layer.max_seq && d->layer.max_seq != d->max_seq)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: layer.max_seq is %lld, must be 0 or max_seq %lld", function,
                        (long long)d->layer.max_seq, (long long)d->max_seq);
-    if (d->layer.layer_number)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: layer.layer_number is %lld, must be 0: the model numbers its layers",
-                       function, (long long)d->layer.layer_number);
+    if (d->layer.dropout.layer_number)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: layer.dropout.layer_number is %lld, must be 0: the model numbers its layers", function,
+                       (long long)d->layer.dropout.layer_number);
     if (d->recompute_layers && d->layer.recompute == MT_RECOMPUTE_NONE)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: recompute_layers is %lld, must be 0 with MT_RECOMPUTE_NONE", function,
                        (long long)d->recompute_layers);
@@ -57,7 +58,7 @@ static mt_status mti_model_table(mt_context *ctx, mt_params *params, const mt_la
     p.name = name;
     p.rows = rows;
     p.cols = l->hidden;
-    p.init_std = mt_or_default(l->init_std, 0.02f);
+    p.init_std = mt_or_default(l->init.std, 0.02f);
     p.weight_decay = 1;
     p.sequence_partial = l->sequence_parallel;
     return mt_params_add(ctx, params, &p, out);
@@ -73,7 +74,7 @@ static mt_status mti_model_embedding(mt_context *ctx, mt_params *params, mt_lang
     e.vocab = d->vocab;
     e.padded_vocab = d->padded_vocab;
     e.features = d->layer.hidden;
-    e.init_std = d->layer.init_std;
+    e.init_std = d->layer.init.std;
     e.sequence_parallel = d->layer.sequence_parallel;
     e.shared = d->tied_head;
     MT_TRY(mt_vocab_parallel_embedding_create(ctx, params, "embedding.word_embeddings", &e, &m->tokens));
@@ -96,14 +97,14 @@ static mt_status mti_model_layers(mt_context *ctx, mt_params *params, mt_languag
     MT_TRY(mt_params_buffer(ctx, params, (size_t)m->local_layers * sizeof *m->layers, 1, &memory));
     m->layers = (mt_transformer_layer *)memory;
     for (i = 0; i < m->local_layers; i++) {
-        m->desc.layer.layer_number = m->first_layer + i;
+        m->desc.layer.dropout.layer_number = m->first_layer + i;
         m->desc.layer.recompute = i < recomputed ? recompute : MT_RECOMPUTE_NONE;
         snprintf(name, sizeof name, "%s.layers.%lld", m->desc.is_encoder ? "encoder" : "decoder",
                  (long long)(m->first_layer + i));
         MT_TRY(mt_transformer_layer_create(ctx, params, name, &m->desc.layer, &m->layers[i]));
     }
     m->desc.layer.recompute = recompute;
-    m->desc.layer.layer_number = 0;
+    m->desc.layer.dropout.layer_number = 0;
     return MT_SUCCESS;
 }
 
@@ -116,12 +117,12 @@ static mt_status mti_model_create(mt_context *ctx, mt_params *params, const mt_l
     m->local_layers = desc->layers / m->grid->pp_size;
     m->first_layer = m->grid->pp_rank * m->local_layers;
     l->max_seq = l->scores.rotary_base > 0.0f ? desc->max_seq : 0;
-    if (l->output_init_std == 0.0f)
-        l->output_init_std = mt_or_default(l->init_std, 0.02f) / sqrtf(2.0f * (float)desc->layers);
-    if (l->init_std == (float)MT_ZERO && l->output_init_std == 0.0f) l->output_init_std = (float)MT_ZERO;
+    if (l->init.output_std == 0.0f)
+        l->init.output_std = mt_or_default(l->init.std, 0.02f) / sqrtf(2.0f * (float)desc->layers);
+    if (l->init.std == (float)MT_ZERO && l->init.output_std == 0.0f) l->init.output_std = (float)MT_ZERO;
     MT_TRY(mti_model_embedding(ctx, params, m));
     MT_TRY(mti_model_layers(ctx, params, m));
-    if (!mti_model_is_last(m) || l->placement == MT_POST_LN) return MT_SUCCESS;
+    if (!mti_model_is_last(m) || l->norm.placement == MT_POST_LN) return MT_SUCCESS;
     return mti_layer_norm(ctx, params, desc->is_encoder ? "encoder" : "decoder", "final_layernorm", l, &m->final_norm);
 }
 
@@ -615,10 +616,10 @@ static mt_status mti_output_create(mt_context *ctx, mt_params *params, const mt_
     memset(&d, 0, sizeof d);
     d.in_features = l->hidden;
     d.out_features = m->desc.vocab;
-    d.padded_out_features = m->desc.padded_vocab;
+    d.split.padded_out_features = m->desc.padded_vocab;
     d.no_bias = no_bias;
     if (m->desc.tied_head) d.weight = m->tokens.weight;
-    else d.init_std = l->init_std;
+    else d.init_std = l->init.std;
     d.sequence_parallel = sequence_parallel;
     return mt_column_parallel_linear_create(ctx, params, "output_layer", &d, out);
 }

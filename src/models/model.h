@@ -9,9 +9,9 @@
    losses to it. Use it alone for an encoder, or for a model with heads of your own. */
 typedef struct mt_language_model_desc {
     int64_t vocab, layers, max_seq; /* max_seq: tokens of the longest sequence */
-    /* Describes every layer. Leave layer.layer_number and layer.max_seq 0 (otherwise MT_ERR_ARGUMENT): create sets them
-       in each layer. When output_init_std is 0, it becomes init_std / sqrt(2 * layers). init_std is also that of the
-       embeddings. With rotary or ALiBi there are no learned positions */
+    /* Describes every layer. Leave layer.dropout.layer_number and layer.max_seq 0 (otherwise MT_ERR_ARGUMENT): create
+       sets them in each layer. When init.output_std is 0, it becomes init.std / sqrt(2 * layers). init.std is also that
+       of the embeddings. With rotary or ALiBi there are no learned positions */
     mt_transformer_layer_desc layer;
     /* advanced */
     /* 1: the names of the layers and of the final norm begin with "encoder", as in Megatron-LM's BERT; 0: with

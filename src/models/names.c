@@ -180,20 +180,21 @@ static const mt_tensor_table mti_bert_tables[] = {
    define them. */
 static int mti_is_gpt2(const mti_described *m) {
     const mt_transformer_layer_desc *l = &m->d.layer;
-    return !m->is_bert && l->placement == MT_PRE_LN && l->norm == MT_LAYER_NORM && l->activation != MT_SWIGLU &&
-           l->scores.mask == MT_MASK_CAUSAL && l->scores.rotary_base == 0.0f && l->kv_heads == l->heads && !l->no_bias;
+    return !m->is_bert && l->norm.placement == MT_PRE_LN && l->norm.kind == MT_LAYER_NORM &&
+           l->activation != MT_SWIGLU && l->scores.mask == MT_MASK_CAUSAL && l->scores.rotary_base == 0.0f &&
+           l->kv_heads == l->heads && !l->no_bias;
 }
 
 static int mti_is_llama(const mti_described *m) {
     const mt_transformer_layer_desc *l = &m->d.layer;
-    return !m->is_bert && l->placement == MT_PRE_LN && l->norm == MT_RMS_NORM && l->activation == MT_SWIGLU &&
+    return !m->is_bert && l->norm.placement == MT_PRE_LN && l->norm.kind == MT_RMS_NORM && l->activation == MT_SWIGLU &&
            l->scores.mask == MT_MASK_CAUSAL && l->scores.rotary_base > 0.0f && l->scores.rotary_dim == 0;
 }
 
 static int mti_is_bert(const mti_described *m) {
     const mt_transformer_layer_desc *l = &m->d.layer;
-    return m->is_bert && l->placement == MT_POST_LN && l->norm == MT_LAYER_NORM && l->scores.rotary_base == 0.0f &&
-           l->kv_heads == l->heads && !l->no_bias;
+    return m->is_bert && l->norm.placement == MT_POST_LN && l->norm.kind == MT_LAYER_NORM &&
+           l->scores.rotary_base == 0.0f && l->kv_heads == l->heads && !l->no_bias;
 }
 
 /* Returns the table of a model of Hugging Face, or NULL for any other model. */

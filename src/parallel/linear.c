@@ -116,9 +116,9 @@ static void mti_linear_describe(const mt_linear_desc *d, mt_placement placement,
     w->placement = placement;
     w->parts = d->parts;
     w->unit = d->unit;
-    w->padded_features = d->padded_out_features;
-    w->copies = d->copies;
-    w->copied = d->copied;
+    w->padded_features = d->split.padded_out_features;
+    w->copies = d->split.copies;
+    w->copied = d->split.copied;
     w->init_std = mt_or_default(d->init_std, 0.02f);
     w->weight_decay = 1;
     memset(b, 0, sizeof *b);
@@ -126,11 +126,11 @@ static void mti_linear_describe(const mt_linear_desc *d, mt_placement placement,
     b->cols = d->out_features;
     if (placement == MT_SPLIT_ROWS) {
         b->placement = MT_SPLIT_COLS;
-        b->padded_features = d->weight ? d->weight->desc.padded_features : d->padded_out_features;
+        b->padded_features = d->weight ? d->weight->desc.padded_features : d->split.padded_out_features;
         b->parts = d->parts;
         b->unit = d->unit;
-        b->copies = d->copies;
-        b->copied = d->copied;
+        b->copies = d->split.copies;
+        b->copied = d->split.copied;
     } else {
         b->sequence_partial = d->sequence_parallel;
     }
@@ -330,13 +330,15 @@ static mt_status mti_shared_weight(mt_context *ctx, const char *function, const 
                        (long long)w->desc.cols);
     MT_TRY(mti_shared_check(ctx, function, name, "parts", d->parts, w, w->desc.parts));
     MT_TRY(mti_shared_check(ctx, function, name, "unit", d->unit, w, w->desc.unit));
-    if (d->copies > 1 || w->desc.copies > 1)
+    if (d->split.copies > 1 || w->desc.copies > 1)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' shares the weight '%s', and one of them has copies", function, name,
                        w->name);
-    if (!d->padded_out_features || d->padded_out_features == mti_padded(d->out_features, w->desc.padded_features))
+    if (!d->split.padded_out_features ||
+        d->split.padded_out_features == mti_padded(d->out_features, w->desc.padded_features))
         return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': padded_out_features is %lld, that of the shared weight '%s' is %lld",
-                   function, name, (long long)d->padded_out_features, w->name, (long long)w->desc.padded_features);
+    return mt_fail(ctx, MT_ERR_SHAPE,
+                   "%s: '%s': split.padded_out_features is %lld, that of the shared weight '%s' is %lld", function,
+                   name, (long long)d->split.padded_out_features, w->name, (long long)w->desc.padded_features);
 }
 
 /* Makes a layer of its parameters. bias may be NULL. */
@@ -355,11 +357,11 @@ static void mti_linear_make(mt_parallel_linear *out, const char *name, const mt_
 static mt_status mti_linear_kind(mt_context *ctx, const char *function, const char *name, const mt_linear_desc *d,
                                  mt_placement placement) {
     int column = placement == MT_SPLIT_ROWS;
-    const char *field = column                   ? (d->input_is_parallel ? "input_is_parallel" : NULL)
-                        : d->weight              ? "weight"
-                        : d->gather_output       ? "gather_output"
-                        : d->padded_out_features ? "padded_out_features"
-                                                 : NULL;
+    const char *field = column                         ? (d->input_is_parallel ? "input_is_parallel" : NULL)
+                        : d->weight                    ? "weight"
+                        : d->gather_output             ? "gather_output"
+                        : d->split.padded_out_features ? "split.padded_out_features"
+                                                       : NULL;
     if (!field) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets %s, which is for %s-parallel layers", function, name, field,
                    column ? "row" : "column");

@@ -3,6 +3,17 @@
 #pragma once
 #include "params.h"
 
+/* What only few column-parallel layers need of the dimension that is split: padding and copies, see mt_param_desc. All
+   fields may be 0. */
+typedef struct mt_split_desc {
+    /* out_features with padding of your own, see mt_param_desc.padded_features. With mt_linear_desc.weight the layer
+       has the padding of this weight, and padded_out_features must be 0 or the same (MT_ERR_SHAPE); 0: none */
+    int64_t padded_out_features;
+    /* Keys and values that several ranks need. y has a rank's pieces in order. Not for layers of tensors in your own
+       memory (MT_ERR_ARGUMENT), because nothing sums the gradients of their copies */
+    int64_t copies, copied;
+} mt_split_desc;
+
 /* Y = X W^T + b with W [out_features, in_features]. A column-parallel layer contains f: its backward all-reduces dx. A
    row-parallel layer contains g: its forward all-reduces y. Do not call f or g yourself around or between these layers.
    By default (everything zero except the sizes) a layer has a bias and no sequence parallelism, y of a column-parallel
@@ -38,12 +49,7 @@ typedef struct mt_linear_desc {
        gets the same bits as from an mt_add after the call. The sum over ranks is complete before it is added. It is
        read in each call: layer->desc.add_to_dx may change between calls. The hash log has dx after the addition */
     int add_to_dx;
-    /* column only: out_features with padding of your own, see mt_param_desc.padded_features. With `weight` the layer
-       has the padding of this weight, and padded_out_features must be 0 or the same (MT_ERR_SHAPE); 0: none */
-    int64_t padded_out_features;
-    /* column only: keys and values that several ranks need, see mt_param_desc. y has a rank's pieces in order. Not for
-       layers of tensors in your own memory (MT_ERR_ARGUMENT), because nothing sums the gradients of their copies */
-    int64_t copies, copied;
+    mt_split_desc split; /* column only */
 } mt_linear_desc;
 
 /* A column-parallel or a row-parallel layer, as its create function says. local_features is this rank's share of the

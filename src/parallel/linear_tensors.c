@@ -51,14 +51,14 @@ static void mti_own_sizes(const mt_context *ctx, const mt_comm *tp, mt_placement
 static mt_status mti_own_linear(mt_context *ctx, const char *function, mt_comm *tp, const char *name,
                                 mt_placement placement, const mt_linear_tensors *t, mt_linear_desc *d,
                                 mt_param *params) {
-    const char *field = d->weight                                              ? "weight"
-                        : d->init_std != 0.0f                                  ? "init_std"
-                        : d->no_bias && (t->b.data || t->db.data)              ? "no_bias"
-                        : placement == MT_SPLIT_ROWS && d->input_is_parallel   ? "input_is_parallel"
-                        : placement == MT_SPLIT_COLS && d->gather_output       ? "gather_output"
-                        : placement == MT_SPLIT_COLS && d->padded_out_features ? "padded_out_features"
-                        : d->copies > 1                                        ? "copies"
-                                                                               : NULL;
+    const char *field = d->weight                                                    ? "weight"
+                        : d->init_std != 0.0f                                        ? "init_std"
+                        : d->no_bias && (t->b.data || t->db.data)                    ? "no_bias"
+                        : placement == MT_SPLIT_ROWS && d->input_is_parallel         ? "input_is_parallel"
+                        : placement == MT_SPLIT_COLS && d->gather_output             ? "gather_output"
+                        : placement == MT_SPLIT_COLS && d->split.padded_out_features ? "split.padded_out_features"
+                        : d->split.copies > 1                                        ? "split.copies"
+                                                                                     : NULL;
     int whole = placement == MT_SPLIT_ROWS ? d->gather_output : !d->input_is_parallel;
     mt_param_desc w, b;
     if (!t->w.data) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: w is NULL", function);

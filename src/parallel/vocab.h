@@ -14,7 +14,7 @@ typedef struct mt_embedding_desc {
     int shared;
     /* advanced */
     /* rows of the table with padding of your own, such as 50304 for a vocab of 50257. Each of t tensor ranks has
-       padded_vocab / t of them, rounded up. Set it also in the output head (mt_linear_desc.padded_out_features) and
+       padded_vocab / t of them, rounded up. Set it also in the output head (mt_split_desc.padded_out_features) and
        in mt_cross_entropy_desc. Ids must still be below vocab. The rows from vocab on may hold any finite numbers: they
        do not enter the loss or a gradient, and their own gradient is 0. Checkpoints have the rows of vocab only; they
        load with any padding. 0: no padding of your own */

@@ -967,7 +967,7 @@ typedef struct layer_dims {
 
 static mt_transformer_layer_desc layer_desc(float dropout, int64_t hidden) {
     return (mt_transformer_layer_desc){
-        .hidden = hidden, .heads = hidden / HEAD, .attention_dropout = dropout, .hidden_dropout = dropout};
+        .hidden = hidden, .heads = hidden / HEAD, .dropout.attention = dropout, .dropout.hidden = dropout};
 }
 
 /* Creates a layer on a context with the fields of `where`. */
@@ -1931,7 +1931,7 @@ static mt_status encoder_build(encoder *e, const encoder_size *size) {
                                 .max_seq = 512,
                                 .layer = {.hidden = size->hidden,
                                           .heads = size->heads,
-                                          .placement = MT_POST_LN,
+                                          .norm.placement = MT_POST_LN,
                                           .activation = MT_GELU_ERF,
                                           .scores.mask = MT_MASK_BIDIRECTIONAL},
                                 .is_encoder = 1,

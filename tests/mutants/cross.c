@@ -43,12 +43,12 @@ static mt_status create(mt_context *ctx, mt_params *params, model *m) {
     mt_transformer_layer_desc encoder = {.hidden = HIDDEN, .heads = HEADS, .ffn = 48, .sequence_parallel = sp};
     mt_norm_layer_desc norm = {.features = HIDDEN, .sequence_parallel = sp};
     mt_cross_attention_desc cross = {.hidden = HIDDEN, .heads = HEADS, .dropout = 0.1f, .layer_number = 1};
-    mt_mlp_desc mlp = {.hidden = HIDDEN, .init_std = 0.2f, .output_init_std = 0.2f};
+    mt_mlp_desc mlp = {.hidden = HIDDEN, .init.std = 0.2f, .init.output_std = 0.2f};
     mt_linear_desc head = {.in_features = HIDDEN, .out_features = VOCAB, .init_std = 0.3f, .sequence_parallel = sp};
     encoder.scores.mask = MT_MASK_BIDIRECTIONAL;
-    encoder.hidden_dropout = encoder.attention_dropout = 0.1f;
+    encoder.dropout.hidden = encoder.dropout.attention = 0.1f;
     cross.kv_heads = 2;
-    cross.init_std = cross.output_init_std = 0.3f;
+    cross.init.std = cross.init.output_std = 0.3f;
     cross.sequence_parallel = sp;
     cross.skip_bias_add = 1;
     mlp.sequence_parallel = sp;

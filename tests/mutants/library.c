@@ -38,13 +38,13 @@ typedef struct model {
 static mt_transformer_layer_desc layer_desc(void) {
     const variant *v = &variants[mutants_variant];
     mt_transformer_layer_desc d = {.hidden = HIDDEN, .heads = HEADS, .ffn = 48};
-    d.attention_dropout = d.hidden_dropout = 0.1f;
+    d.dropout.attention = d.dropout.hidden = 0.1f;
     d.sequence_parallel = v->sequence_parallel;
-    if (v->model == POST_LN || v->model == BERT) d.placement = MT_POST_LN;
+    if (v->model == POST_LN || v->model == BERT) d.norm.placement = MT_POST_LN;
     if (v->model == BERT) d.activation = MT_GELU_ERF;
     if (v->model != LLAMA) return d;
     d.kv_heads = 2;
-    d.norm = MT_RMS_NORM;
+    d.norm.kind = MT_RMS_NORM;
     d.activation = MT_SWIGLU;
     d.scores.rotary_base = 100;
     d.no_bias = 1;
