@@ -12,8 +12,8 @@
      of the next sentence, and ALBERT (arXiv 1909.11942) and Megatron-LM for the order of sentences.
    The heads have biases also with layer.no_bias.
    layer.norm.placement selects the norms (arXiv 1909.08053, figure 7). With MT_POST_LN, as in the original BERT, the
-   sum of the embeddings has a norm and there is no final norm. With the others there is a final norm, and the sum of the
-   embeddings has none. */
+   sum of the embeddings has a norm and there is no final norm. With the others there is a final norm, and the sum of
+   the embeddings has none. */
 typedef struct mt_bert_desc {
     int64_t vocab, layers, max_seq; /* max_seq: tokens of the longest sequence */
     /* Describes every layer, as in mt_gpt_desc. layer.scores.mask is not read: tokens see all valid tokens of their
