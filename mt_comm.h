@@ -11314,6 +11314,7 @@ static mti_placed *mti_newest_at(const mti_checker *c, mti_extent at) {
 
 /* Notes that t is what `set` says over a group. */
 static mt_status mti_declare_set(mt_context *ctx, const mt_comm *comm, mt_tensor t, int set) {
+    mti_placed *p;
     mti_known k;
     int g;
     MT_TRY(mti_watch_extent(ctx, mti_extent_of(t), 0));
@@ -11326,7 +11327,8 @@ static mt_status mti_declare_set(mt_context *ctx, const mt_comm *comm, mt_tensor
     k.may[g] = (unsigned char)set;
     MT_TRY(mti_placement_note(ctx, t, k.may, 0, "mt_declare", NULL));
     if (k.some_columns) mti_columns_note(ctx->checker, t);
-    mti_newest_at(ctx->checker, mti_extent_of(t))->is_declared = 1;
+    p = mti_newest_at(ctx->checker, mti_extent_of(t));
+    if (p) p->is_declared = 1; /* NULL: of sizes that overflow */
     return MT_SUCCESS;
 }
 

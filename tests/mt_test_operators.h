@@ -83,7 +83,7 @@ DEFINES(scale) {
     EACH(i) x[0][i] = a * x[1][i];
 }
 
-/* Softmax. A shard has the columns from SOFTMAX_FIRST on of a row of SOFTMAX_VOCAB columns: those behind are padding. */
+/* Softmax. A shard has the columns from SOFTMAX_FIRST on of a row of SOFTMAX_VOCAB columns, and padding behind them. */
 enum { SOFTMAX_FIRST = 7, SOFTMAX_VOCAB = 40, SOFTMAX_SHARDS = 2 };
 static const mt_softmax_shard_desc softmax_shard = {SOFTMAX_VOCAB, SOFTMAX_FIRST, 0},
                                    log_softmax_shard = {SOFTMAX_VOCAB, SOFTMAX_FIRST, 1};

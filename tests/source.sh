@@ -320,8 +320,6 @@ check "a file uses no floor above its own, and the ground floor names nothing ab
 check "a file that does is found" finds_higher_floors
 check "check mode does not decide by the names of operands and calls" no_names
 check "code that does is found" finds_names
-}
-
 check "no desc has more than 14 fields, nor has mt_batch" short_descs
 check "a desc that has more is found" finds_long_descs
 check "src/ops/tables.c has the table of every operator" all_tables
