@@ -976,7 +976,7 @@ static mt_status sum_at(mt_context *ctx, mt_comm *comm, void *memory) {
 
 /* A split as mt_comm_split makes it for more ranks. */
 static mt_status split_off(mt_context *ctx, mt_comm *comm, mt_comm **out) {
-    mt_comm *part = mti_nccl_new(ctx, 0, 1, "part", comm->nccl.timeout, MTI_SPLIT);
+    mt_comm *part = mti_nccl_new(comm->transport, ctx, 0, 1, "part", comm->nccl.timeout, MTI_SPLIT);
     mt_status status = part ? mti_watchdog_join(ctx, part) : MT_ERR_MEMORY;
     *out = NULL;
     if (!part) return status;
