@@ -1496,7 +1496,7 @@ static mt_status mti_attention_check(mt_context *ctx, const char *function, cons
     MT_TRY(mt_check_integer(ctx, function, name, "hidden", d->hidden, 1, INT32_MAX));
     MT_TRY(mt_check_integer(ctx, function, name, "heads", d->heads, 1, INT64_MAX));
     MT_TRY(mt_check_integer(ctx, function, name, "kv_heads", d->kv_heads, 0, INT64_MAX));
-    MT_TRY(mti_scores_desc_check(ctx, function, name, &d->scores));
+    MT_TRY(mt_scores_check(ctx, function, name, &d->scores));
     MT_TRY(mt_check_integer(ctx, function, name, "max_seq", d->max_seq, 0, INT32_MAX));
     MT_TRY(mt_check_float(ctx, function, name, "dropout", d->dropout, MT_FLOAT_PROBABILITY));
     MT_TRY(mt_check_integer(ctx, function, name, "layer_number", d->layer_number, 0, INT64_MAX));
@@ -2502,7 +2502,7 @@ MT_API mt_status mt_rotary_pairs_from_halves(int64_t heads, int64_t head_dim, in
 static mt_status mti_cross_scores_check(mt_context *ctx, const char *function, const char *name,
                                         const mt_scores_desc *s) {
     const char *field = NULL;
-    MT_TRY(mti_scores_desc_check(ctx, function, name, s));
+    MT_TRY(mt_scores_check(ctx, function, name, s));
     if (s->rotary_base > 0.0f) field = "rotary_base";
     if (s->rotary_form != MT_ROTARY_HALVES) field = "rotary_form";
     if (s->rotary_dim != 0) field = "rotary_dim";

@@ -975,6 +975,11 @@ MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits);
    mt_dot_product_attention_backward for desc. */
 MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt_attention_desc *desc);
 
+/* Checks the fields of *scores, as every operator of attention does: the enums must have a word, the numbers must be
+   finite and in range. `function` is the name of your function, and `name` that of the block, for the message; name may
+   be NULL. MT_ERR_ARGUMENT: a field is out of range, or scores is NULL. */
+MT_API mt_status mt_scores_check(mt_context *ctx, const char *function, const char *name, const mt_scores_desc *scores);
+
 /* For blocks that use a key/value cache. ids [batch * seq], added [batch] and lengths [batch] are in memory of the
    context's device.
    check:     checks desc and max_seq and, on a CPU, desc->lengths and cache->lengths. It does not read keys and values.
@@ -8198,14 +8203,16 @@ static mt_status mti_expect_bias(mt_context *ctx, const char *where, const mt_at
 
 /* Checks the range of each field. rotary_dim, whose limit is the size of a head, is left to the caller. name: of the
    layer that has the desc; NULL: none has */
-static mt_status mti_scores_desc_check(mt_context *ctx, const char *where, const char *name, const mt_scores_desc *s) {
-    MT_TRY(mt_check_enum(ctx, where, name, "scores.mask", (int)s->mask, MT_MASK_WORDS));
-    MT_TRY(mt_check_float(ctx, where, name, "scores.rotary_base", s->rotary_base, MT_FLOAT_AT_LEAST_0));
-    MT_TRY(mt_check_enum(ctx, where, name, "scores.rotary_form", (int)s->rotary_form, MT_ROTARY_FORM_WORDS));
-    MT_TRY(mt_check_integer(ctx, where, name, "scores.window", s->window, 0, INT64_MAX));
-    MT_TRY(mt_check_float(ctx, where, name, "scores.softcap", s->softcap, MT_FLOAT_AT_LEAST_0));
-    MT_TRY(mt_check_integer(ctx, where, name, "scores.alibi", s->alibi, 0, 1));
-    return mt_check_float(ctx, where, name, "scores.scale", s->scale, MT_FLOAT_FINITE);
+MT_API mt_status mt_scores_check(mt_context *ctx, const char *function, const char *name, const mt_scores_desc *s) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!s) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: scores is NULL", function);
+    MT_TRY(mt_check_enum(ctx, function, name, "scores.mask", (int)s->mask, MT_MASK_WORDS));
+    MT_TRY(mt_check_float(ctx, function, name, "scores.rotary_base", s->rotary_base, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mt_check_enum(ctx, function, name, "scores.rotary_form", (int)s->rotary_form, MT_ROTARY_FORM_WORDS));
+    MT_TRY(mt_check_integer(ctx, function, name, "scores.window", s->window, 0, INT64_MAX));
+    MT_TRY(mt_check_float(ctx, function, name, "scores.softcap", s->softcap, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mt_check_integer(ctx, function, name, "scores.alibi", s->alibi, 0, 1));
+    return mt_check_float(ctx, function, name, "scores.scale", s->scale, MT_FLOAT_FINITE);
 }
 
 static mt_status mti_expect_slopes(mt_context *ctx, const char *where, const mt_attention_desc *s) {
@@ -8222,7 +8229,7 @@ static mt_status mti_expect_slopes(mt_context *ctx, const char *where, const mt_
 
 /* Checks the fields that change scores. */
 static mt_status mti_expect_scores(mt_context *ctx, const char *where, const mt_attention_desc *s) {
-    MT_TRY(mti_scores_desc_check(ctx, where, NULL, &s->scores));
+    MT_TRY(mt_scores_check(ctx, where, NULL, &s->scores));
     MT_TRY(mti_expect_slopes(ctx, where, s));
     MT_TRY(mti_expect_bias(ctx, where, s));
     return mti_expect_documents(ctx, where, s);
@@ -11412,7 +11419,7 @@ MT_INLINE MT_HOST_DEVICE int64_t mti_kv_row(const mti_kv *k, int64_t b, int64_t 
 /* Refuses the options of attention that have no meaning for a cache. */
 static mt_status mti_kv_expect_options(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     const char *field = NULL;
-    MT_TRY(mti_scores_desc_check(ctx, where, NULL, &s->scores));
+    MT_TRY(mt_scores_check(ctx, where, NULL, &s->scores));
     if (s->scores.mask != MT_MASK_CAUSAL) field = "a mask other than MT_MASK_CAUSAL";
     if (s->dropout.p != 0.0f) field = "dropout";
     if (s->kv_seq != 0) field = "kv_seq";

@@ -820,8 +820,8 @@ static void test_bias_of_scores(void **state) {
     mt_tensor qkv, out, lse, d;
     (void)state;
     test_paper_rank(2, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
-    mt_arena_request requests[] = {{&qkv, MT_F32, 4, 12}, {&out, MT_F32, 4, 4},    {&lse, MT_F32, 1, 4},
-                                   {&d, MT_F32, 4, 12},   {&s.bias, MT_F32, 4, 4}, {&s.bias.grad, MT_F32, 4, 4}};
+    mt_arena_request requests[] = {{&qkv, MT_F32, 4, 12}, {&out, MT_F32, 4, 4},          {&lse, MT_F32, 1, 4},
+                                   {&d, MT_F32, 4, 12},   {&s.bias.value, MT_F32, 4, 4}, {&s.bias.grad, MT_F32, 4, 4}};
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, requests, 6));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, qkv, MT_SPLIT_COLS));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_attention_forward: nothing has written bias [4, 4]",

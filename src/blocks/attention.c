@@ -3,8 +3,9 @@
 #pragma once
 #include "attention.h"
 #include "mlp.c"
+#include "../comm/communicator.h"
 #include "../parallel/hash_log.h"
-#include "../ops/attention_desc.c"
+#include "../comm/hash.c"
 
 MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer, int site) {
     mt_dropout d;
@@ -134,7 +135,7 @@ static mt_status mti_attention_check(mt_context *ctx, const char *function, cons
     MT_TRY(mt_check_integer(ctx, function, name, "hidden", d->hidden, 1, INT32_MAX));
     MT_TRY(mt_check_integer(ctx, function, name, "heads", d->heads, 1, INT64_MAX));
     MT_TRY(mt_check_integer(ctx, function, name, "kv_heads", d->kv_heads, 0, INT64_MAX));
-    MT_TRY(mti_scores_desc_check(ctx, function, name, &d->scores));
+    MT_TRY(mt_scores_check(ctx, function, name, &d->scores));
     MT_TRY(mt_check_integer(ctx, function, name, "max_seq", d->max_seq, 0, INT32_MAX));
     MT_TRY(mt_check_float(ctx, function, name, "dropout", d->dropout, MT_FLOAT_PROBABILITY));
     MT_TRY(mt_check_integer(ctx, function, name, "layer_number", d->layer_number, 0, INT64_MAX));

@@ -8,7 +8,7 @@
 static mt_status mti_cross_scores_check(mt_context *ctx, const char *function, const char *name,
                                         const mt_scores_desc *s) {
     const char *field = NULL;
-    MT_TRY(mti_scores_desc_check(ctx, function, name, s));
+    MT_TRY(mt_scores_check(ctx, function, name, s));
     if (s->rotary_base > 0.0f) field = "rotary_base";
     if (s->rotary_form != MT_ROTARY_HALVES) field = "rotary_form";
     if (s->rotary_dim != 0) field = "rotary_dim";

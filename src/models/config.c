@@ -2,6 +2,7 @@
 
 #pragma once
 #include "checkpoint.c"
+#include "../comm/context.c"
 
 #define MTI_CONFIG_BYTES ((size_t)1 << 20) /* as many as a checkpoint copies */
 

@@ -3,6 +3,7 @@
 #pragma once
 #include "gpt.h"
 #include "model.c"
+#include "../comm/context.c"
 
 static mt_language_model_desc mti_gpt_model(const mt_gpt_desc *d) {
     mt_language_model_desc m;

@@ -103,6 +103,11 @@ MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits);
    mt_dot_product_attention_backward for desc. */
 MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt_attention_desc *desc);
 
+/* Checks the fields of *scores, as every operator of attention does: the enums must have a word, the numbers must be
+   finite and in range. `function` is the name of your function, and `name` that of the block, for the message; name may
+   be NULL. MT_ERR_ARGUMENT: a field is out of range, or scores is NULL. */
+MT_API mt_status mt_scores_check(mt_context *ctx, const char *function, const char *name, const mt_scores_desc *scores);
+
 /* For blocks that use a key/value cache. ids [batch * seq], added [batch] and lengths [batch] are in memory of the
    context's device.
    check:     checks desc and max_seq and, on a CPU, desc->lengths and cache->lengths. It does not read keys and values.

@@ -29,7 +29,7 @@ MT_INLINE MT_HOST_DEVICE int64_t mti_kv_row(const mti_kv *k, int64_t b, int64_t 
 /* Refuses the options of attention that have no meaning for a cache. */
 static mt_status mti_kv_expect_options(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     const char *field = NULL;
-    MT_TRY(mti_scores_desc_check(ctx, where, NULL, &s->scores));
+    MT_TRY(mt_scores_check(ctx, where, NULL, &s->scores));
     if (s->scores.mask != MT_MASK_CAUSAL) field = "a mask other than MT_MASK_CAUSAL";
     if (s->dropout.p != 0.0f) field = "dropout";
     if (s->kv_seq != 0) field = "kv_seq";
