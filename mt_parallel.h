@@ -2487,12 +2487,12 @@ MT_API void mt_params_destroy(mt_params *params) {
 /* A run: `count` features of a parameter's split dimension, which are neighbours in the whole dimension, from `global`
    on, and in a rank's shard, from `local` on. What a rank has of a parameter is a list of runs, in the order of its
    shard. Padding is in none. A replicated parameter is one run, of all its rows. */
-typedef struct mti_run {
+typedef struct mti_shard_run {
     int shard;  /* index among this rank's virtual shards; `local` counts from its first feature */
     int copied; /* 1: other pieces have the same features (mt_param_desc.copies) */
     int counts; /* 0: the same features count where another piece has them */
     int64_t local, global, count;
-} mti_run;
+} mti_shard_run;
 
 static int64_t mti_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -2545,7 +2545,7 @@ static void mti_param_describe(mt_param *p, const mt_param_desc *d, int rank, in
 
 /* Sets *run to run number `index` of tensor rank `rank` of a parameter with copies; its count may be 0. A piece has two
    runs: its own features, then the copied ones. */
-static void mti_piece_run(const mt_param *p, int rank, int64_t index, mti_run *run) {
+static void mti_piece_run(const mt_param *p, int rank, int64_t index, mti_shard_run *run) {
     const mt_param_desc *d = &p->desc;
     int64_t own = mti_piece_own(d), size = own + d->copied, pieces = p->local_features / p->shards / size;
     int64_t piece = index / 2, global = (int64_t)rank * p->shards * pieces + piece, unit = global / d->copies;
@@ -2558,7 +2558,7 @@ static void mti_piece_run(const mt_param *p, int rank, int64_t index, mti_run *r
 }
 
 /* The same for a parameter without copies: each virtual shard has a run of each part. */
-static void mti_part_run(const mt_param *p, int rank, int64_t index, mti_run *run) {
+static void mti_part_run(const mt_param *p, int rank, int64_t index, mti_shard_run *run) {
     int64_t whole = mti_split_dimension(p) / p->desc.parts, part = index % p->desc.parts;
     int64_t size = p->local_features / p->shards / p->desc.parts, before;
     if (p->desc.placement == MT_REPLICATED) rank = 0;
@@ -2574,7 +2574,7 @@ static void mti_part_run(const mt_param *p, int rank, int64_t index, mti_run *ru
 /* Walks the runs of tensor rank `rank`: sets *run to the next one, and returns 0 when there is none. *at is 0 before
    the first. The list is computed, not stored: calls also walk those of other ranks, and a layer of tensors owns no
    memory. */
-static int mti_run_next(const mt_param *p, int rank, int64_t *at, mti_run *run) {
+static int mti_run_next(const mt_param *p, int rank, int64_t *at, mti_shard_run *run) {
     int64_t pieces = p->desc.copies > 1 ? p->local_features / mti_piece_features(&p->desc) : 0;
     int64_t runs = pieces ? 2 * pieces : p->desc.parts * p->shards;
     for (run->count = 0; run->count == 0 && *at < runs; ++*at) {
@@ -2593,27 +2593,27 @@ static mt_tensor mti_param_shard(const mt_param *p, mt_tensor t, int shard) {
 }
 
 /* Returns the view of a run of t. */
-static mt_tensor mti_run_view(const mt_param *p, mt_tensor t, mti_run run) {
+static mt_tensor mti_run_view(const mt_param *p, mt_tensor t, mti_shard_run run) {
     t = mti_param_shard(p, t, run.shard);
     return p->desc.placement == MT_SPLIT_COLS ? mt_tensor_cols(t, run.local, run.count)
                                               : mt_tensor_rows(t, run.local, run.count);
 }
 
 /* Returns the view of a run of a whole tensor. */
-static mt_tensor mti_run_of_whole(const mt_param *p, mt_tensor whole, mti_run run) {
+static mt_tensor mti_run_of_whole(const mt_param *p, mt_tensor whole, mti_shard_run run) {
     return p->desc.placement == MT_SPLIT_COLS ? mt_tensor_cols(whole, run.global, run.count)
                                               : mt_tensor_rows(whole, run.global, run.count);
 }
 
 /* Returns the columns of local [tokens, local features] that belong to a run. */
-static mt_tensor mti_run_cols(const mt_param *p, mt_tensor local, mti_run run) {
+static mt_tensor mti_run_cols(const mt_param *p, mt_tensor local, mti_shard_run run) {
     return mt_tensor_cols(local, run.shard * (p->local_features / p->shards) + run.local, run.count);
 }
 
 /* Returns 1 when the features of this rank are neighbours in the whole dimension, from *first on, without padding. */
 static int mti_is_one_run(const mt_param *p, int64_t *first) {
     int64_t at = 0, end = -1;
-    mti_run run;
+    mti_shard_run run;
     *first = -1;
     while (mti_run_next(p, p->tp_rank, &at, &run)) {
         if (*first < 0) *first = end = run.global;
@@ -3358,7 +3358,7 @@ static uint64_t mti_name_hash(const char *name) {
 }
 
 /* Returns the random numbers of a run for an optimizer step (see mt_random). Step 0 is the initialisation. */
-static mt_random mti_param_random(const mt_param *p, mti_run run, uint64_t seed, uint64_t step) {
+static mt_random mti_param_random(const mt_param *p, mti_shard_run run, uint64_t seed, uint64_t step) {
     mt_random at;
     memset(&at, 0, sizeof at);
     at.seed = seed;
@@ -3371,7 +3371,7 @@ static mt_random mti_param_random(const mt_param *p, mti_run run, uint64_t seed,
 
 static mt_status mti_param_init(mt_context *ctx, const mt_param *p, uint64_t seed) {
     int64_t i = 0;
-    mti_run run;
+    mti_shard_run run;
     while (mti_run_next(p, p->tp_rank, &i, &run)) {
         mt_tensor view = mti_run_view(p, p->value, run);
         mt_random at = mti_param_random(p, run, seed, 0);
@@ -4107,7 +4107,7 @@ static mt_status mti_run_copy(mt_context *ctx, mt_tensor run, float *host, int64
 static mt_status mti_shard_copy(mt_context *ctx, const mt_param *p, int rank, mt_tensor shard, float *global,
                                 int to_host) {
     int64_t at = 0;
-    mti_run run;
+    mti_shard_run run;
     while (mti_run_next(p, rank, &at, &run)) {
         int64_t offset = p->desc.placement == MT_SPLIT_COLS ? run.global : run.global * p->desc.cols;
         MT_TRY(mti_run_copy(ctx, mti_run_view(p, shard, run), global + offset, p->desc.cols, to_host));
@@ -4219,7 +4219,7 @@ MT_API mt_status mt_shard_copy(const mt_shard *shard, mt_dtype dtype, int to_who
     size_t size = mt_dtype_size(dtype), bytes, whole_bytes;
     mt_param p;
     mt_tensor whole;
-    mti_run run;
+    mti_shard_run run;
     int64_t at = 0;
     MT_TRY(mti_shard_param(shard, dtype, &p));
     if (!from || !to) return MT_ERR_ARGUMENT;
@@ -4365,7 +4365,7 @@ MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int u
     char full[MTI_LOG_NAME];
     int length, row_split;
     int64_t i = 0, row;
-    mti_run run;
+    mti_shard_run run;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!name || !what)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_activation: %s is NULL", name ? "what" : "name");
@@ -4406,7 +4406,7 @@ MT_API mt_status mt_hash_log_shard(mt_context *ctx, mt_hash_log *log, const mt_p
                                    mt_tensor shard) {
     char name[MTI_LOG_NAME];
     mti_log_entry *entry;
-    mti_run run;
+    mti_shard_run run;
     int64_t i = 0;
     MT_TRY(mti_shard_check(ctx, "mt_hash_log_shard", param, shard, "log", log));
     snprintf(name, sizeof name, "%s%.31s", param->name, suffix ? suffix : "");
@@ -4729,7 +4729,7 @@ static mt_status mti_replicated_check(mt_context *ctx, const mt_comm *tp, const 
 static mt_status mti_local_slice(mt_context *ctx, const mt_comm *tp, const mt_param *p, const char *what, mt_tensor x,
                                  mt_tensor *out) {
     int64_t first, at = 0;
-    mti_run run;
+    mti_shard_run run;
     MT_TRY(mti_replicated_check(ctx, tp, what, x));
     if (mti_is_one_run(p, &first)) {
         *out = mt_tensor_cols(x, first, p->local_features);
@@ -4752,7 +4752,7 @@ static mt_status mti_gather_features(mt_context *ctx, mt_comm *tp, const mt_para
     for (r = 0; r < p->tp_size; r++) {
         mt_tensor from = mt_tensor_rows(all, r * local.rows, local.rows);
         int64_t at = 0;
-        mti_run run;
+        mti_shard_run run;
         while (mti_run_next(p, r, &at, &run))
             if (run.counts) MT_TRY(mt_copy(ctx, mti_run_cols(p, from, run), mt_tensor_cols(y, run.global, run.count)));
     }
@@ -6454,7 +6454,7 @@ static mt_status mti_sync_partial(mt_context *ctx, mt_params *params) {
 }
 
 /* Returns the sums of the copied features of a unit, in sums [virtual shards, units * features of all columns]. */
-static mt_tensor mti_copied_sums(const mt_param *p, mt_tensor sums, mti_run run) {
+static mt_tensor mti_copied_sums(const mt_param *p, mt_tensor sums, mti_shard_run run) {
     int64_t n = p->grad.rows * p->grad.cols / p->local_features * p->desc.copied;
     return mt_tensor_cols(mt_tensor_rows(sums, run.shard, 1), run.global / p->desc.unit * n, n);
 }
@@ -6462,7 +6462,7 @@ static mt_tensor mti_copied_sums(const mt_param *p, mt_tensor sums, mti_run run)
 /* Adds this rank's copies of p's gradient to the sums of their units, or copies the sums of shard 0 to them. */
 static mt_status mti_copied_pass(mt_context *ctx, const mt_param *p, mt_tensor sums, int add) {
     int64_t i = 0;
-    mti_run run;
+    mti_shard_run run;
     while (mti_run_next(p, p->tp_rank, &i, &run)) {
         mt_tensor grad = mti_run_view(p, p->grad, run), sum;
         if (!run.copied) continue;
@@ -6728,7 +6728,7 @@ static void mti_squares_of_rows(const mt_params *params, const mt_param *p, mt_t
 static void mti_squares_of(const mt_params *params, int i, mti_square_list *list) {
     const mt_param *p = params->list[i];
     int64_t out = !mti_counts_in_norm(params->grid, p), k = 0;
-    mti_run run;
+    mti_shard_run run;
     if (p->desc.copies == 1) mti_squares_of_rows(params, p, p->grad, out, list);
     while (p->desc.copies > 1 && mti_run_next(p, p->tp_rank, &k, &run))
         mti_squares_of_rows(params, p, mti_run_view(p, p->grad, run), out || !run.counts, list);
@@ -6739,7 +6739,7 @@ static void mti_squares_of_shards(const mt_params *params, int i, mti_square_lis
     const mt_param *p = params->list[i];
     int s, columns = params->count + 1, column = mti_counts_in_norm(params->grid, p) ? i : params->count;
     int64_t first = (int64_t)p->tp_rank * p->shards * columns, k = 0;
-    mti_run run;
+    mti_shard_run run;
     for (s = 0; p->desc.copies == 1 && s < p->shards; s++)
         mti_square_add(list, mti_param_shard(p, p->grad, s), first + (int64_t)s * columns + column);
     while (p->desc.copies > 1 && mti_run_next(p, p->tp_rank, &k, &run))
@@ -7135,7 +7135,7 @@ typedef struct mti_patch {
     int64_t row, rows, col, cols, state;
 } mti_patch;
 
-static mt_tensor mti_patch_view(const mt_param *p, mt_tensor t, mti_run run, mti_patch at) {
+static mt_tensor mti_patch_view(const mt_param *p, mt_tensor t, mti_shard_run run, mti_patch at) {
     return mt_tensor_cols(mt_tensor_rows(mti_run_view(p, t, run), at.row, at.rows), at.col, at.cols);
 }
 
@@ -7154,7 +7154,7 @@ typedef struct mti_adamw_list {
 } mti_adamw_list;
 
 /* Adds one patch. */
-static void mti_optimizer_patch(const mt_optimizer *o, const mt_param *p, mti_run run, mti_patch at,
+static void mti_optimizer_patch(const mt_optimizer *o, const mt_param *p, mti_shard_run run, mti_patch at,
                                 mti_adamw_list *list) {
     mt_adamw_tensor *t;
     int number = list->count++;
@@ -7178,7 +7178,7 @@ static int64_t mti_view_offset(const mt_param *p, mt_tensor view) {
 
 /* Adds a stretch of a run as up to three patches: the rest of a row, whole rows, and the beginning of a row. Between
    the rows of a run there may be other columns. */
-static void mti_optimizer_stretch(const mt_optimizer *o, const mt_param *p, mti_run run, mti_stretch s,
+static void mti_optimizer_stretch(const mt_optimizer *o, const mt_param *p, mti_shard_run run, mti_stretch s,
                                   mti_adamw_list *list) {
     mt_tensor view = mti_run_view(p, p->grad, run);
     int64_t ld = mt_tensor_ld(view), left, at = s.at - mti_view_offset(p, view);
@@ -7202,7 +7202,7 @@ static void mti_optimizer_stretch(const mt_optimizer *o, const mt_param *p, mti_
    numbers need. It has no padding, which therefore stays zero. */
 static void mti_optimizer_param(const mt_optimizer *o, const mt_param *p, mti_adamw_list *list) {
     mti_stretch s;
-    mti_run run;
+    mti_shard_run run;
     int64_t i = 0;
     while (mti_run_next(p, p->tp_rank, &i, &run)) {
         mt_tensor view = mti_run_view(p, p->grad, run);

@@ -195,7 +195,7 @@ static mt_status shard_body(test_rank *r, mt_optimizer *o) {
         all[3] = p->value;
         for (int t = 0; t < 4; t++) {
             int64_t real = 0, n = all[t].rows * all[t].cols, zero = 0;
-            mti_run run;
+            mti_shard_run run;
             for (int64_t at = 0; mti_run_next(p, p->tp_rank, &at, &run);) real += run.count * (n / p->local_features);
             for (int64_t i = 0; i < n; i++) zero += element(all[t], i) == 0.0f;
             if (p->desc.placement != MT_REPLICATED) CHECK(zero == n - real);

@@ -98,7 +98,7 @@ MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int u
     char full[MTI_LOG_NAME];
     int length, row_split;
     int64_t i = 0, row;
-    mti_run run;
+    mti_shard_run run;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!name || !what)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_activation: %s is NULL", name ? "what" : "name");
@@ -139,7 +139,7 @@ MT_API mt_status mt_hash_log_shard(mt_context *ctx, mt_hash_log *log, const mt_p
                                    mt_tensor shard) {
     char name[MTI_LOG_NAME];
     mti_log_entry *entry;
-    mti_run run;
+    mti_shard_run run;
     int64_t i = 0;
     MT_TRY(mti_shard_check(ctx, "mt_hash_log_shard", param, shard, "log", log));
     snprintf(name, sizeof name, "%s%.31s", param->name, suffix ? suffix : "");

@@ -85,7 +85,7 @@ static uint64_t mti_name_hash(const char *name) {
 }
 
 /* Returns the random numbers of a run for an optimizer step (see mt_random). Step 0 is the initialisation. */
-static mt_random mti_param_random(const mt_param *p, mti_run run, uint64_t seed, uint64_t step) {
+static mt_random mti_param_random(const mt_param *p, mti_shard_run run, uint64_t seed, uint64_t step) {
     mt_random at;
     memset(&at, 0, sizeof at);
     at.seed = seed;
@@ -98,7 +98,7 @@ static mt_random mti_param_random(const mt_param *p, mti_run run, uint64_t seed,
 
 static mt_status mti_param_init(mt_context *ctx, const mt_param *p, uint64_t seed) {
     int64_t i = 0;
-    mti_run run;
+    mti_shard_run run;
     while (mti_run_next(p, p->tp_rank, &i, &run)) {
         mt_tensor view = mti_run_view(p, p->value, run);
         mt_random at = mti_param_random(p, run, seed, 0);

@@ -163,7 +163,7 @@ static mt_status mti_replicated_check(mt_context *ctx, const mt_comm *tp, const 
 static mt_status mti_local_slice(mt_context *ctx, const mt_comm *tp, const mt_param *p, const char *what, mt_tensor x,
                                  mt_tensor *out) {
     int64_t first, at = 0;
-    mti_run run;
+    mti_shard_run run;
     MT_TRY(mti_replicated_check(ctx, tp, what, x));
     if (mti_is_one_run(p, &first)) {
         *out = mt_tensor_cols(x, first, p->local_features);
@@ -186,7 +186,7 @@ static mt_status mti_gather_features(mt_context *ctx, mt_comm *tp, const mt_para
     for (r = 0; r < p->tp_size; r++) {
         mt_tensor from = mt_tensor_rows(all, r * local.rows, local.rows);
         int64_t at = 0;
-        mti_run run;
+        mti_shard_run run;
         while (mti_run_next(p, r, &at, &run))
             if (run.counts) MT_TRY(mt_copy(ctx, mti_run_cols(p, from, run), mt_tensor_cols(y, run.global, run.count)));
     }

@@ -302,7 +302,7 @@ typedef struct mti_patch {
     int64_t row, rows, col, cols, state;
 } mti_patch;
 
-static mt_tensor mti_patch_view(const mt_param *p, mt_tensor t, mti_run run, mti_patch at) {
+static mt_tensor mti_patch_view(const mt_param *p, mt_tensor t, mti_shard_run run, mti_patch at) {
     return mt_tensor_cols(mt_tensor_rows(mti_run_view(p, t, run), at.row, at.rows), at.col, at.cols);
 }
 
@@ -321,7 +321,7 @@ typedef struct mti_adamw_list {
 } mti_adamw_list;
 
 /* Adds one patch. */
-static void mti_optimizer_patch(const mt_optimizer *o, const mt_param *p, mti_run run, mti_patch at,
+static void mti_optimizer_patch(const mt_optimizer *o, const mt_param *p, mti_shard_run run, mti_patch at,
                                 mti_adamw_list *list) {
     mt_adamw_tensor *t;
     int number = list->count++;
@@ -345,7 +345,7 @@ static int64_t mti_view_offset(const mt_param *p, mt_tensor view) {
 
 /* Adds a stretch of a run as up to three patches: the rest of a row, whole rows, and the beginning of a row. Between
    the rows of a run there may be other columns. */
-static void mti_optimizer_stretch(const mt_optimizer *o, const mt_param *p, mti_run run, mti_stretch s,
+static void mti_optimizer_stretch(const mt_optimizer *o, const mt_param *p, mti_shard_run run, mti_stretch s,
                                   mti_adamw_list *list) {
     mt_tensor view = mti_run_view(p, p->grad, run);
     int64_t ld = mt_tensor_ld(view), left, at = s.at - mti_view_offset(p, view);
@@ -369,7 +369,7 @@ static void mti_optimizer_stretch(const mt_optimizer *o, const mt_param *p, mti_
    numbers need. It has no padding, which therefore stays zero. */
 static void mti_optimizer_param(const mt_optimizer *o, const mt_param *p, mti_adamw_list *list) {
     mti_stretch s;
-    mti_run run;
+    mti_shard_run run;
     int64_t i = 0;
     while (mti_run_next(p, p->tp_rank, &i, &run)) {
         mt_tensor view = mti_run_view(p, p->grad, run);

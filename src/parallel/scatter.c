@@ -91,7 +91,7 @@ static mt_status mti_run_copy(mt_context *ctx, mt_tensor run, float *host, int64
 static mt_status mti_shard_copy(mt_context *ctx, const mt_param *p, int rank, mt_tensor shard, float *global,
                                 int to_host) {
     int64_t at = 0;
-    mti_run run;
+    mti_shard_run run;
     while (mti_run_next(p, rank, &at, &run)) {
         int64_t offset = p->desc.placement == MT_SPLIT_COLS ? run.global : run.global * p->desc.cols;
         MT_TRY(mti_run_copy(ctx, mti_run_view(p, shard, run), global + offset, p->desc.cols, to_host));
@@ -203,7 +203,7 @@ MT_API mt_status mt_shard_copy(const mt_shard *shard, mt_dtype dtype, int to_who
     size_t size = mt_dtype_size(dtype), bytes, whole_bytes;
     mt_param p;
     mt_tensor whole;
-    mti_run run;
+    mti_shard_run run;
     int64_t at = 0;
     MT_TRY(mti_shard_param(shard, dtype, &p));
     if (!from || !to) return MT_ERR_ARGUMENT;

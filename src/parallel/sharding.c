@@ -7,12 +7,12 @@
 /* A run: `count` features of a parameter's split dimension, which are neighbours in the whole dimension, from `global`
    on, and in a rank's shard, from `local` on. What a rank has of a parameter is a list of runs, in the order of its
    shard. Padding is in none. A replicated parameter is one run, of all its rows. */
-typedef struct mti_run {
+typedef struct mti_shard_run {
     int shard;  /* index among this rank's virtual shards; `local` counts from its first feature */
     int copied; /* 1: other pieces have the same features (mt_param_desc.copies) */
     int counts; /* 0: the same features count where another piece has them */
     int64_t local, global, count;
-} mti_run;
+} mti_shard_run;
 
 static int64_t mti_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -65,7 +65,7 @@ static void mti_param_describe(mt_param *p, const mt_param_desc *d, int rank, in
 
 /* Sets *run to run number `index` of tensor rank `rank` of a parameter with copies; its count may be 0. A piece has two
    runs: its own features, then the copied ones. */
-static void mti_piece_run(const mt_param *p, int rank, int64_t index, mti_run *run) {
+static void mti_piece_run(const mt_param *p, int rank, int64_t index, mti_shard_run *run) {
     const mt_param_desc *d = &p->desc;
     int64_t own = mti_piece_own(d), size = own + d->copied, pieces = p->local_features / p->shards / size;
     int64_t piece = index / 2, global = (int64_t)rank * p->shards * pieces + piece, unit = global / d->copies;
@@ -78,7 +78,7 @@ static void mti_piece_run(const mt_param *p, int rank, int64_t index, mti_run *r
 }
 
 /* The same for a parameter without copies: each virtual shard has a run of each part. */
-static void mti_part_run(const mt_param *p, int rank, int64_t index, mti_run *run) {
+static void mti_part_run(const mt_param *p, int rank, int64_t index, mti_shard_run *run) {
     int64_t whole = mti_split_dimension(p) / p->desc.parts, part = index % p->desc.parts;
     int64_t size = p->local_features / p->shards / p->desc.parts, before;
     if (p->desc.placement == MT_REPLICATED) rank = 0;
@@ -94,7 +94,7 @@ static void mti_part_run(const mt_param *p, int rank, int64_t index, mti_run *ru
 /* Walks the runs of tensor rank `rank`: sets *run to the next one, and returns 0 when there is none. *at is 0 before
    the first. The list is computed, not stored: calls also walk those of other ranks, and a layer of tensors owns no
    memory. */
-static int mti_run_next(const mt_param *p, int rank, int64_t *at, mti_run *run) {
+static int mti_run_next(const mt_param *p, int rank, int64_t *at, mti_shard_run *run) {
     int64_t pieces = p->desc.copies > 1 ? p->local_features / mti_piece_features(&p->desc) : 0;
     int64_t runs = pieces ? 2 * pieces : p->desc.parts * p->shards;
     for (run->count = 0; run->count == 0 && *at < runs; ++*at) {
@@ -113,27 +113,27 @@ static mt_tensor mti_param_shard(const mt_param *p, mt_tensor t, int shard) {
 }
 
 /* Returns the view of a run of t. */
-static mt_tensor mti_run_view(const mt_param *p, mt_tensor t, mti_run run) {
+static mt_tensor mti_run_view(const mt_param *p, mt_tensor t, mti_shard_run run) {
     t = mti_param_shard(p, t, run.shard);
     return p->desc.placement == MT_SPLIT_COLS ? mt_tensor_cols(t, run.local, run.count)
                                               : mt_tensor_rows(t, run.local, run.count);
 }
 
 /* Returns the view of a run of a whole tensor. */
-static mt_tensor mti_run_of_whole(const mt_param *p, mt_tensor whole, mti_run run) {
+static mt_tensor mti_run_of_whole(const mt_param *p, mt_tensor whole, mti_shard_run run) {
     return p->desc.placement == MT_SPLIT_COLS ? mt_tensor_cols(whole, run.global, run.count)
                                               : mt_tensor_rows(whole, run.global, run.count);
 }
 
 /* Returns the columns of local [tokens, local features] that belong to a run. */
-static mt_tensor mti_run_cols(const mt_param *p, mt_tensor local, mti_run run) {
+static mt_tensor mti_run_cols(const mt_param *p, mt_tensor local, mti_shard_run run) {
     return mt_tensor_cols(local, run.shard * (p->local_features / p->shards) + run.local, run.count);
 }
 
 /* Returns 1 when the features of this rank are neighbours in the whole dimension, from *first on, without padding. */
 static int mti_is_one_run(const mt_param *p, int64_t *first) {
     int64_t at = 0, end = -1;
-    mti_run run;
+    mti_shard_run run;
     *first = -1;
     while (mti_run_next(p, p->tp_rank, &at, &run)) {
         if (*first < 0) *first = end = run.global;

@@ -37,7 +37,7 @@ static mt_status mti_sync_partial(mt_context *ctx, mt_params *params) {
 }
 
 /* Returns the sums of the copied features of a unit, in sums [virtual shards, units * features of all columns]. */
-static mt_tensor mti_copied_sums(const mt_param *p, mt_tensor sums, mti_run run) {
+static mt_tensor mti_copied_sums(const mt_param *p, mt_tensor sums, mti_shard_run run) {
     int64_t n = p->grad.rows * p->grad.cols / p->local_features * p->desc.copied;
     return mt_tensor_cols(mt_tensor_rows(sums, run.shard, 1), run.global / p->desc.unit * n, n);
 }
@@ -45,7 +45,7 @@ static mt_tensor mti_copied_sums(const mt_param *p, mt_tensor sums, mti_run run)
 /* Adds this rank's copies of p's gradient to the sums of their units, or copies the sums of shard 0 to them. */
 static mt_status mti_copied_pass(mt_context *ctx, const mt_param *p, mt_tensor sums, int add) {
     int64_t i = 0;
-    mti_run run;
+    mti_shard_run run;
     while (mti_run_next(p, p->tp_rank, &i, &run)) {
         mt_tensor grad = mti_run_view(p, p->grad, run), sum;
         if (!run.copied) continue;
@@ -311,7 +311,7 @@ static void mti_squares_of_rows(const mt_params *params, const mt_param *p, mt_t
 static void mti_squares_of(const mt_params *params, int i, mti_square_list *list) {
     const mt_param *p = params->list[i];
     int64_t out = !mti_counts_in_norm(params->grid, p), k = 0;
-    mti_run run;
+    mti_shard_run run;
     if (p->desc.copies == 1) mti_squares_of_rows(params, p, p->grad, out, list);
     while (p->desc.copies > 1 && mti_run_next(p, p->tp_rank, &k, &run))
         mti_squares_of_rows(params, p, mti_run_view(p, p->grad, run), out || !run.counts, list);
@@ -322,7 +322,7 @@ static void mti_squares_of_shards(const mt_params *params, int i, mti_square_lis
     const mt_param *p = params->list[i];
     int s, columns = params->count + 1, column = mti_counts_in_norm(params->grid, p) ? i : params->count;
     int64_t first = (int64_t)p->tp_rank * p->shards * columns, k = 0;
-    mti_run run;
+    mti_shard_run run;
     for (s = 0; p->desc.copies == 1 && s < p->shards; s++)
         mti_square_add(list, mti_param_shard(p, p->grad, s), first + (int64_t)s * columns + column);
     while (p->desc.copies > 1 && mti_run_next(p, p->tp_rank, &k, &run))
