@@ -267,9 +267,10 @@ static void test_never_comes(void **state) {
              timeout);
     for (r = 0; r < 2; r++) {
         assert_int_equal(f.status[r], MT_ERR_TIMEOUT);
-        assert_true(f.seconds[r] > 0.99 * timeout);
         assert_string_equal(f.text[r], said);
     }
+    /* the one that has waited so long tells the other, which may have begun to wait later */
+    assert_true(f.seconds[0] > 0.99 * timeout || f.seconds[1] > 0.99 * timeout);
 }
 
 static void test_comes_late(void **state) {
