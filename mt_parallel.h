@@ -5716,9 +5716,9 @@ MT_API mt_status mt_row_parallel_linear_from_tensors(mt_context *ctx, mt_comm *t
 }
 
 /* The forward of a plain call. */
-static mt_status mti_plain_forward(mt_context *ctx, const char *function, mt_comm *tp, mt_placement placement,
-                                   const mt_linear_tensors *t, mt_tensor x, mt_tensor y, const mt_linear_desc *desc,
-                                   mt_linear_saved *saved) {
+static mt_status mti_tensors_forward(mt_context *ctx, const char *function, mt_comm *tp, mt_placement placement,
+                                     const mt_linear_tensors *t, mt_tensor x, mt_tensor y, const mt_linear_desc *desc,
+                                     mt_linear_saved *saved) {
     mt_parallel_linear layer;
     const mti_layers l = {&layer, 1, placement == MT_SPLIT_ROWS};
     mt_param params[2];
@@ -5726,9 +5726,9 @@ static mt_status mti_plain_forward(mt_context *ctx, const char *function, mt_com
     return mti_layers_forward(ctx, function, &l, &x, &y, saved);
 }
 
-static mt_status mti_plain_backward(mt_context *ctx, const char *function, mt_comm *tp, mt_placement placement,
-                                    const mt_linear_tensors *t, mt_tensor dy, mt_tensor dx, const mt_linear_desc *desc,
-                                    const mt_linear_saved *saved) {
+static mt_status mti_tensors_backward(mt_context *ctx, const char *function, mt_comm *tp, mt_placement placement,
+                                      const mt_linear_tensors *t, mt_tensor dy, mt_tensor dx,
+                                      const mt_linear_desc *desc, const mt_linear_saved *saved) {
     mt_parallel_linear layer;
     const mti_layers l = {&layer, 1, placement == MT_SPLIT_ROWS};
     mt_param params[2];
@@ -5739,27 +5739,27 @@ static mt_status mti_plain_backward(mt_context *ctx, const char *function, mt_co
 MT_API mt_status mt_column_parallel_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, mt_tensor w, mt_tensor b,
                                             mt_tensor y, const mt_linear_desc *desc, mt_linear_saved *saved) {
     const mt_linear_tensors t = {w, b, mt_none(), mt_none()};
-    return mti_plain_forward(ctx, "mt_column_parallel_forward", tp, MT_SPLIT_ROWS, &t, x, y, desc, saved);
+    return mti_tensors_forward(ctx, "mt_column_parallel_forward", tp, MT_SPLIT_ROWS, &t, x, y, desc, saved);
 }
 
 MT_API mt_status mt_column_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, mt_tensor w, mt_tensor dx,
                                              mt_tensor dw, mt_tensor db, const mt_linear_desc *desc,
                                              const mt_linear_saved *saved) {
     const mt_linear_tensors t = {w, mt_none(), dw, db};
-    return mti_plain_backward(ctx, "mt_column_parallel_backward", tp, MT_SPLIT_ROWS, &t, dy, dx, desc, saved);
+    return mti_tensors_backward(ctx, "mt_column_parallel_backward", tp, MT_SPLIT_ROWS, &t, dy, dx, desc, saved);
 }
 
 MT_API mt_status mt_row_parallel_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, mt_tensor w, mt_tensor b,
                                          mt_tensor y, const mt_linear_desc *desc, mt_linear_saved *saved) {
     const mt_linear_tensors t = {w, b, mt_none(), mt_none()};
-    return mti_plain_forward(ctx, "mt_row_parallel_forward", tp, MT_SPLIT_COLS, &t, x, y, desc, saved);
+    return mti_tensors_forward(ctx, "mt_row_parallel_forward", tp, MT_SPLIT_COLS, &t, x, y, desc, saved);
 }
 
 MT_API mt_status mt_row_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, mt_tensor w, mt_tensor dx,
                                           mt_tensor dw, mt_tensor db, const mt_linear_desc *desc,
                                           const mt_linear_saved *saved) {
     const mt_linear_tensors t = {w, mt_none(), dw, db};
-    return mti_plain_backward(ctx, "mt_row_parallel_backward", tp, MT_SPLIT_COLS, &t, dy, dx, desc, saved);
+    return mti_tensors_backward(ctx, "mt_row_parallel_backward", tp, MT_SPLIT_COLS, &t, dy, dx, desc, saved);
 }
 
 MT_API mt_status mt_arena_tensors(mt_context *ctx, const mt_arena_request *list, int count) {

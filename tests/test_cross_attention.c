@@ -999,71 +999,70 @@ static void test_memory(void **state) {
 /* ---- refusals ---------------------------------------------------------------------------------------------------- */
 
 #define IS_SET " is set, must be 0: queries and keys of cross-attention are of different sequences"
+static const struct {
+    mt_cross_attention_desc desc;
+    mt_status status;
+    const char *rest; /* of the message, behind the function */
+} bad_descs[] = {
+    {{.hidden = 0, .heads = 0}, MT_ERR_ARGUMENT, "'a': hidden is 0, must be from 1 to 2147483647"},
+    {{.hidden = (int64_t)1 << 31, .heads = 4},
+     MT_ERR_ARGUMENT,
+     "'a': hidden is 2147483648, must be from 1 to 2147483647"},
+    {{.hidden = 16, .heads = 0}, MT_ERR_ARGUMENT, "'a': heads is 0, must be at least 1"},
+    {{.hidden = 16, .heads = 4, .kv_heads = -2}, MT_ERR_ARGUMENT, "'a': kv_heads is -2, must be at least 0"},
+    {{.hidden = 16, .heads = 4, .kv_hidden = -1},
+     MT_ERR_ARGUMENT,
+     "'a': kv_hidden is -1, must be from 0 to 2147483647"},
+    {{.hidden = 16, .heads = 4, .kv_hidden = (int64_t)1 << 31},
+     MT_ERR_ARGUMENT,
+     "'a': kv_hidden is 2147483648, must be from 0 to 2147483647"},
+    {{.hidden = 16, .heads = 4, .dropout = 1.0f, .layer_number = -1},
+     MT_ERR_ARGUMENT,
+     "'a': dropout is 1, must be at least 0 and below 1"},
+    {{.hidden = 16, .heads = 4, .dropout = NAN},
+     MT_ERR_ARGUMENT,
+     "'a': dropout is nan, must be at least 0 and below 1"},
+    {{.hidden = 16, .heads = 4, .layer_number = -1}, MT_ERR_ARGUMENT, "'a': layer_number is -1, must be at least 0"},
+    {{.hidden = 16, .heads = 4, .scores.softcap = -1.0f},
+     MT_ERR_ARGUMENT,
+     "'a': scores.softcap is -1, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .scores.softcap = INFINITY},
+     MT_ERR_ARGUMENT,
+     "'a': scores.softcap is inf, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .scores.mask = (mt_mask)2},
+     MT_ERR_ARGUMENT,
+     "'a': scores.mask is 2, must be MT_MASK_CAUSAL or MT_MASK_BIDIRECTIONAL"},
+    {{.hidden = 16, .heads = 4, .scores.scale = NAN}, MT_ERR_ARGUMENT, "'a': scores.scale is nan, must be finite"},
+    {{.hidden = 16, .heads = 4, .scores.window = 3}, MT_ERR_ARGUMENT, "'a': scores.window" IS_SET},
+    {{.hidden = 16, .heads = 4, .scores.alibi = 1}, MT_ERR_ARGUMENT, "'a': scores.alibi" IS_SET},
+    {{.hidden = 16, .heads = 4, .scores.rotary_base = 10}, MT_ERR_ARGUMENT, "'a': scores.rotary_base" IS_SET},
+    {{.hidden = 16, .heads = 4, .scores.rotary_form = MT_ROTARY_PAIRS},
+     MT_ERR_ARGUMENT,
+     "'a': scores.rotary_form" IS_SET},
+    {{.hidden = 16, .heads = 4, .scores.rotary_dim = -2}, MT_ERR_ARGUMENT, "'a': scores.rotary_dim" IS_SET},
+    {{.hidden = 16, .heads = 4, .init.std = -1.0f},
+     MT_ERR_ARGUMENT,
+     "'a': init.std is -1, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .init.output_std = -1.0f},
+     MT_ERR_ARGUMENT,
+     "'a': init.output_std is -1, must be at least 0 and finite"},
+    {{.hidden = 18, .heads = 4}, MT_ERR_SHAPE, "'a': hidden is 18, must be a multiple of heads 4"},
+    {{.hidden = 30, .heads = 10, .kv_heads = 4}, MT_ERR_SHAPE, "'a': kv_heads is 4, must divide heads 10"},
+    {{.hidden = 16, .heads = 2}, MT_ERR_SHAPE, "'a': 2 heads cannot be split over 4 tensor ranks"},
+    {{.hidden = 16, .heads = 4, .no_bias = 1, .skip_bias_add = 1},
+     MT_ERR_ARGUMENT,
+     "'a.linear_proj' sets skip_bias_add, but with no_bias there is no bias"}};
+
 static void test_create_refuses(void **state) {
-    static const struct {
-        mt_cross_attention_desc desc;
-        mt_status status;
-        const char *rest; /* of the message, behind the function */
-    } bad[] = {
-        {{.hidden = 0, .heads = 0}, MT_ERR_ARGUMENT, "'a': hidden is 0, must be from 1 to 2147483647"},
-        {{.hidden = (int64_t)1 << 31, .heads = 4},
-         MT_ERR_ARGUMENT,
-         "'a': hidden is 2147483648, must be from 1 to 2147483647"},
-        {{.hidden = 16, .heads = 0}, MT_ERR_ARGUMENT, "'a': heads is 0, must be at least 1"},
-        {{.hidden = 16, .heads = 4, .kv_heads = -2}, MT_ERR_ARGUMENT, "'a': kv_heads is -2, must be at least 0"},
-        {{.hidden = 16, .heads = 4, .kv_hidden = -1},
-         MT_ERR_ARGUMENT,
-         "'a': kv_hidden is -1, must be from 0 to 2147483647"},
-        {{.hidden = 16, .heads = 4, .kv_hidden = (int64_t)1 << 31},
-         MT_ERR_ARGUMENT,
-         "'a': kv_hidden is 2147483648, must be from 0 to 2147483647"},
-        {{.hidden = 16, .heads = 4, .dropout = 1.0f, .layer_number = -1},
-         MT_ERR_ARGUMENT,
-         "'a': dropout is 1, must be at least 0 and below 1"},
-        {{.hidden = 16, .heads = 4, .dropout = NAN},
-         MT_ERR_ARGUMENT,
-         "'a': dropout is nan, must be at least 0 and below 1"},
-        {{.hidden = 16, .heads = 4, .layer_number = -1},
-         MT_ERR_ARGUMENT,
-         "'a': layer_number is -1, must be at least 0"},
-        {{.hidden = 16, .heads = 4, .scores.softcap = -1.0f},
-         MT_ERR_ARGUMENT,
-         "'a': scores.softcap is -1, must be at least 0 and finite"},
-        {{.hidden = 16, .heads = 4, .scores.softcap = INFINITY},
-         MT_ERR_ARGUMENT,
-         "'a': scores.softcap is inf, must be at least 0 and finite"},
-        {{.hidden = 16, .heads = 4, .scores.mask = (mt_mask)2},
-         MT_ERR_ARGUMENT,
-         "'a': scores.mask is 2, must be MT_MASK_CAUSAL or MT_MASK_BIDIRECTIONAL"},
-        {{.hidden = 16, .heads = 4, .scores.scale = NAN}, MT_ERR_ARGUMENT, "'a': scores.scale is nan, must be finite"},
-        {{.hidden = 16, .heads = 4, .scores.window = 3}, MT_ERR_ARGUMENT, "'a': scores.window" IS_SET},
-        {{.hidden = 16, .heads = 4, .scores.alibi = 1}, MT_ERR_ARGUMENT, "'a': scores.alibi" IS_SET},
-        {{.hidden = 16, .heads = 4, .scores.rotary_base = 10}, MT_ERR_ARGUMENT, "'a': scores.rotary_base" IS_SET},
-        {{.hidden = 16, .heads = 4, .scores.rotary_form = MT_ROTARY_PAIRS},
-         MT_ERR_ARGUMENT,
-         "'a': scores.rotary_form" IS_SET},
-        {{.hidden = 16, .heads = 4, .scores.rotary_dim = -2}, MT_ERR_ARGUMENT, "'a': scores.rotary_dim" IS_SET},
-        {{.hidden = 16, .heads = 4, .init.std = -1.0f},
-         MT_ERR_ARGUMENT,
-         "'a': init.std is -1, must be at least 0 and finite"},
-        {{.hidden = 16, .heads = 4, .init.output_std = -1.0f},
-         MT_ERR_ARGUMENT,
-         "'a': init.output_std is -1, must be at least 0 and finite"},
-        {{.hidden = 18, .heads = 4}, MT_ERR_SHAPE, "'a': hidden is 18, must be a multiple of heads 4"},
-        {{.hidden = 30, .heads = 10, .kv_heads = 4}, MT_ERR_SHAPE, "'a': kv_heads is 4, must divide heads 10"},
-        {{.hidden = 16, .heads = 2}, MT_ERR_SHAPE, "'a': 2 heads cannot be split over 4 tensor ranks"},
-        {{.hidden = 16, .heads = 4, .no_bias = 1, .skip_bias_add = 1},
-         MT_ERR_ARGUMENT,
-         "'a.linear_proj' sets skip_bias_add, but with no_bias there is no bias"}};
     const mt_context_desc invariant = {.invariant = 8, .arena_bytes = 4096};
     mt_cross_attention_desc good = {.hidden = 16, .heads = 4};
     mt_cross_attention a;
     test_rank r;
     (void)state;
     open_quarter(&r);
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        REFUSED_EXACTLY(r.ctx, bad[i].status, bad[i].rest,
-                        mt_cross_attention_create(r.ctx, r.params, "a", &bad[i].desc, &a));
+    for (size_t i = 0; i < sizeof bad_descs / sizeof *bad_descs; i++) {
+        REFUSED_EXACTLY(r.ctx, bad_descs[i].status, bad_descs[i].rest,
+                        mt_cross_attention_create(r.ctx, r.params, "a", &bad_descs[i].desc, &a));
         assert_int_equal(mt_params_count(r.params), 0);
     }
     assert_int_equal(mt_cross_attention_create(NULL, r.params, "a", &good, &a), MT_ERR_ARGUMENT);
