@@ -13,7 +13,7 @@ HEADERS = ["mt_comm.h", "mt_kernels.cuh", "mt_parallel.h", "megatron.h"]
 INTEGERS = {"int", "int32_t", "int64_t", "uint32_t", "uint64_t", "size_t", "uint16_t", "char", "unsigned char"}
 FLOATS = {"float", "double"}
 # Structures that the library fills: callers pass them on as they are, or zero-filled, but do not set their fields.
-FILLED = re.compile(r"mt_(\w+_saved|grid|param|column_parallel_linear|row_parallel_linear|norm_layer|mlp|"
+FILLED = re.compile(r"mt_(\w+_saved|grid|param|parallel_linear|norm_layer|mlp|"
                     r"optimizer|step|vocab_parallel_embedding|self_attention|cross_attention|transformer_layer|"
                     r"language_model|gpt|bert|qk_norm|gpt_cache|trace|trace_entry|safetensors_tensor|nccl_id|"
                     r"multi_tensor|step_values)$")
@@ -199,6 +199,8 @@ def write_call(types, name, result, parameters, out):
 
 def main():
     text = "\n".join(public_text(h) for h in HEADERS)
+    for name, other in re.findall(r"typedef (mt_\w+) (mt_\w+);", text):  # two names of one type
+        text = re.sub(r"\b%s\b" % other, name, text.replace("typedef %s %s;" % (name, other), ""))
     types, out, table = Types(text), [], []
     write_pickers(types, out)
     for name, result, parameters in functions(text):
