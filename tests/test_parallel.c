@@ -621,6 +621,10 @@ typedef struct linear_case {
 
 #define TOKENS 24
 static const linear_case linear_cases[] = {
+    {"column, one rank has all features, gathered",
+     0,
+     {.in_features = 16, .out_features = 8, .unit = 8, .gather_output = 1, .init_std = 0.5f}},
+    {"row, one rank has all features", 1, {.in_features = 8, .out_features = 16, .unit = 8, .init_std = 0.5f}},
     {"column", 0, {.in_features = 16, .out_features = 24}},
     {"column, uneven", 0, {.in_features = 15, .out_features = 19}},
     {"column, fewer than ranks", 0, {.in_features = 8, .out_features = 3}},

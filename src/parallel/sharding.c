@@ -143,10 +143,11 @@ static int mti_is_one_run(const mt_param *p, int64_t *first) {
     return end - *first == p->local_features;
 }
 
-/* Returns 1 when the local features of p are the global features, in the same order and without padding. */
+/* Returns 1 when the local features of p are the global features, in the same order and without padding, on each rank:
+   of several ranks, one may have all features, and the others padding. */
 static int mti_is_whole(const mt_param *p) {
     int64_t first;
-    return mti_is_one_run(p, &first) && p->local_features == mti_split_dimension(p);
+    return p->tp_size == 1 && mti_is_one_run(p, &first) && p->local_features == mti_split_dimension(p);
 }
 
 #define MTI_PARAM_ELEMENTS ((int64_t)1 << 48) /* padded to 1024 shards, they still fit in int64_t */
