@@ -237,17 +237,18 @@ typedef struct mt_mlp_tensors {
     mt_linear_tensors fc1, fc2;
 } mt_mlp_tensors;
 
-/* The MLP without a registry: mt_mlp_forward and mt_mlp_backward on tensors in your own memory. They run the same code
-   and give the same bits. tp is the tensor group. desc has the meaning that it has for mt_mlp_create, and is read in
-   each call. b mt_none() means no bias. desc.no_bias may be 0, but 1 with a bias is MT_ERR_ARGUMENT. Nothing is logged.
-   Shapes and communication are those of mt_mlp_forward and mt_mlp_backward. The caller sums dw and db over the data
-   group. With sequence_parallel, fc2.db is the sum over this rank's rows; the caller sums it over the tensor group.
-   Errors: those of mt_mlp_create, mt_mlp_forward and mt_column_parallel_linear_from_tensors. MT_ERR_ARGUMENT
-   (backward): dw is mt_none(), or db where there is a bias. */
-MT_API mt_status mt_parallel_mlp_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, const mt_mlp_tensors *tensors,
-                                         mt_tensor y, const mt_mlp_desc *desc, mt_mlp_saved *saved);
-MT_API mt_status mt_parallel_mlp_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, const mt_mlp_tensors *tensors,
-                                          mt_tensor dx, const mt_mlp_desc *desc, const mt_mlp_saved *saved);
+/* Creates an MLP of tensors in your own memory, without a registry. mt_mlp_forward and mt_mlp_backward take it, and
+   compute the same bits as for an MLP of a registry. It fills params, an array of 4. The MLP points into params, and
+   uses tp and the memory of the tensors: all must outlive it. *tensors and name are copied. The MLP needs no destroy.
+   tp is the tensor group. name, for messages and the hash log, may be NULL: then nothing is logged. desc has the
+   meaning that it has for mt_mlp_create, except for the bias: b mt_none() means no bias. desc->no_bias may be 0, but 1
+   with a bias is MT_ERR_ARGUMENT. init must be 0 (MT_ERR_ARGUMENT). No communication.
+   The caller sums dw and db over the data group. With sequence_parallel, fc2.db is the sum over this rank's rows; the
+   caller sums it over the tensor group.
+   Errors: those of mt_mlp_create and mt_column_parallel_linear_from_tensors. A backward without dw, or without db where
+   there is a bias, is MT_ERR_ARGUMENT. */
+MT_API mt_status mt_mlp_from_tensors(mt_context *ctx, mt_comm *tp, const char *name, const mt_mlp_desc *desc,
+                                     const mt_mlp_tensors *tensors, mt_param *params, mt_mlp *out);
 
 /* ---- self-attention (src/blocks/attention.h) --------------------------------------------------------------------- */
 
@@ -367,22 +368,22 @@ typedef struct mt_self_attention_tensors {
     mt_tensor alibi_slopes;
 } mt_self_attention_tensors;
 
-/* Attention without a registry: mt_self_attention_forward and mt_self_attention_backward on tensors in your own memory.
-   They run the same code and give the same bits. tp is the tensor group. desc has the meaning that it has for
-   mt_self_attention_create, and is read in each call. b mt_none() means no bias. desc.no_bias may be 0, but 1 with a
-   bias is MT_ERR_ARGUMENT. Nothing is logged. Shapes and communication are those of mt_self_attention_forward and
-   mt_self_attention_backward. The caller sums dw and db over the data group. With sequence_parallel, proj.db is the sum
-   over this rank's rows; the caller sums it over the tensor group.
-   Errors: those of mt_self_attention_create, mt_self_attention_forward and mt_column_parallel_linear_from_tensors.
-   MT_ERR_ARGUMENT: rotary does not go with rotary_base, or alibi_slopes with alibi, or, in backward, dw is mt_none(),
-   or db where there is a bias. */
-MT_API mt_status mt_parallel_attention_forward(mt_context *ctx, mt_comm *tp, const mt_batch *batch, mt_tensor x,
-                                               const mt_self_attention_tensors *tensors, mt_tensor y,
-                                               const mt_self_attention_desc *desc, mt_self_attention_saved *saved);
-MT_API mt_status mt_parallel_attention_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy,
-                                                const mt_self_attention_tensors *tensors, mt_tensor dx,
+/* Creates attention of tensors in your own memory, without a registry. mt_self_attention_forward,
+   mt_self_attention_backward and mt_self_attention_cached_forward take it, and compute the same bits as for attention
+   of a registry. It fills params, an array of 4, with MT_QKV_SEPARATE of 8. The block points into params, and uses tp
+   and the memory of the tensors: all must outlive it. *tensors and name are copied. The block needs no destroy. tp is
+   the tensor group. name, for messages and the hash log, may be NULL: then nothing is logged. desc has the meaning that
+   it has for mt_self_attention_create, except for the bias: b mt_none() means no bias. desc->no_bias may be 0, but 1
+   with a bias is MT_ERR_ARGUMENT. init must be 0 (MT_ERR_ARGUMENT). No communication.
+   The caller sums dw and db over the data group. With sequence_parallel, proj.db is the sum over this rank's rows; the
+   caller sums it over the tensor group.
+   Errors: those of mt_self_attention_create and mt_column_parallel_linear_from_tensors. MT_ERR_ARGUMENT: rotary does
+   not go with rotary_base, or alibi_slopes with alibi. A backward without dw, or without db where there is a bias, is
+   MT_ERR_ARGUMENT. */
+MT_API mt_status mt_self_attention_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
                                                 const mt_self_attention_desc *desc,
-                                                const mt_self_attention_saved *saved);
+                                                const mt_self_attention_tensors *tensors, mt_param *params,
+                                                mt_self_attention *out);
 
 /* QK-norm (arXiv 2302.05442; q_layernorm and k_layernorm of Megatron-LM) normalises each query head and each key head.
    All query heads have one gain, and all key heads have another. create uses desc for both norm layers: desc->features
@@ -1117,9 +1118,6 @@ extern "C" {
 
 /* ---- the parallel MLP (src/blocks/mlp.c) ------------------------------------------------------------------------- */
 
-#define MTI_ORIGIN_COLUMNS 3
-#define MTI_ORIGIN_PARAMS (2 * MTI_ORIGIN_COLUMNS + 2) /* a weight and a bias for each layer */
-
 /* Where a block has its linear layers from, up to three column-parallel ones and a row-parallel one: a registry, or
    tensors of the caller. */
 typedef struct mti_origin {
@@ -1127,7 +1125,7 @@ typedef struct mti_origin {
     mt_comm *tp;
     const mt_linear_tensors *columns, *row;
     int count;     /* of columns */
-    mt_param *own; /* MTI_ORIGIN_PARAMS, for the layers of tensors */
+    mt_param *own; /* of tensors: a weight and a bias for each column-parallel layer and for the row-parallel one */
 } mti_origin;
 
 static mti_origin mti_from_registry(mt_params *params) {
@@ -1137,24 +1135,35 @@ static mti_origin mti_from_registry(mt_params *params) {
     return s;
 }
 
-/* Returns what messages call a layer of tensors: its suffix without "linear_". */
-static const char *mti_origin_name(const char *suffix) {
-    return strncmp(suffix, "linear_", 7) == 0 ? suffix + 7 : suffix;
+static mti_origin mti_from_own(mt_comm *tp, const mt_linear_tensors *columns, int count, const mt_linear_tensors *row,
+                               mt_param *own) {
+    mti_origin s;
+    memset(&s, 0, sizeof s);
+    s.tp = tp;
+    s.columns = columns;
+    s.row = row;
+    s.count = count;
+    s.own = own;
+    return s;
 }
 
-/* Makes a column-parallel layer of a block: NAME.SUFFIX in a registry, or columns[index]. A layer of tensors has no
-   name, so that nothing is logged, and leaves a bias to the activation only if it has one. */
+/* Writes NAME.SUFFIX to full. A layer of tensors may have no name: then messages call it SUFFIX without "linear_". */
+static mt_status mti_origin_name(mt_context *ctx, const mti_origin *s, const char *name, const char *suffix,
+                                 char *full) {
+    if (s->params || name[0]) return mt_param_name(ctx, full, name, suffix);
+    snprintf(full, MT_NAME_MAX, "%s", suffix + (strncmp(suffix, "linear_", 7) == 0 ? 7 : 0));
+    return MT_SUCCESS;
+}
+
+/* Makes a column-parallel layer of a block: NAME.SUFFIX in a registry, or columns[index]. A layer of tensors without a
+   name gets none, so that nothing is logged. */
 static mt_status mti_origin_column(mt_context *ctx, const mti_origin *s, int index, const char *name,
                                    const char *suffix, const mt_linear_desc *desc, mt_column_parallel_linear *out) {
-    mt_linear_desc d = *desc;
     char full[MT_NAME_MAX];
-    if (s->params) {
-        MT_TRY(mt_param_name(ctx, full, name, suffix));
-        return mt_column_parallel_linear_create(ctx, s->params, full, desc, out);
-    }
-    MT_TRY(mt_column_parallel_linear_from_tensors(ctx, s->tp, mti_origin_name(suffix), &d, &s->columns[index],
-                                                  s->own + 2 * index, out));
-    out->name[0] = 0;
+    MT_TRY(mti_origin_name(ctx, s, name, suffix, full));
+    if (s->params) return mt_column_parallel_linear_create(ctx, s->params, full, desc, out);
+    MT_TRY(mt_column_parallel_linear_from_tensors(ctx, s->tp, full, desc, &s->columns[index], s->own + 2 * index, out));
+    if (!name[0]) out->name[0] = 0;
     return MT_SUCCESS;
 }
 
@@ -1162,28 +1171,25 @@ static mt_status mti_origin_column(mt_context *ctx, const mti_origin *s, int ind
 static mt_status mti_origin_row(mt_context *ctx, const mti_origin *s, const char *name, const char *suffix,
                                 const mt_linear_desc *desc, mt_row_parallel_linear *out) {
     char full[MT_NAME_MAX];
-    if (s->params) {
-        MT_TRY(mt_param_name(ctx, full, name, suffix));
-        return mt_row_parallel_linear_create(ctx, s->params, full, desc, out);
-    }
-    MT_TRY(mt_row_parallel_linear_from_tensors(ctx, s->tp, mti_origin_name(suffix), desc, s->row,
-                                               s->own + 2 * MTI_ORIGIN_COLUMNS, out));
-    out->name[0] = 0;
+    MT_TRY(mti_origin_name(ctx, s, name, suffix, full));
+    if (s->params) return mt_row_parallel_linear_create(ctx, s->params, full, desc, out);
+    MT_TRY(mt_row_parallel_linear_from_tensors(ctx, s->tp, full, desc, s->row, s->own + 2 * s->count, out));
+    if (!name[0]) out->name[0] = 0;
     return MT_SUCCESS;
 }
 
-static mt_status mti_origin_gradient(mt_context *ctx, const char *function, const mt_linear_tensors *t,
-                                     const char *which) {
-    if (t->dw.data && (!t->b.data || t->db.data)) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the gradient %s of the %s-parallel layer is NULL", function,
-                   t->dw.data ? "db" : "dw", which);
+/* Checks the pointers of mt_..._from_tensors. */
+static mt_status mti_own_block_check(mt_context *ctx, const char *function, const mt_comm *tp, const void *desc,
+                                     const void *tensors, const mt_param *params, const void *out) {
+    const char *missing = !tp ? "tp" : !desc ? "desc" : !tensors ? "tensors" : !params ? "params" : !out ? "out" : NULL;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    return missing ? mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, missing) : MT_SUCCESS;
 }
 
-/* Checks, before the backward of a block of tensors, that all layers have gradients. */
-static mt_status mti_origin_gradients(mt_context *ctx, const char *function, const mti_origin *s) {
-    int i;
-    for (i = 0; i < s->count; i++) MT_TRY(mti_origin_gradient(ctx, function, &s->columns[i], "column"));
-    return mti_origin_gradient(ctx, function, s->row, "row");
+/* Checks, before the backward of a block does anything, that a layer of it may add to its gradients. */
+static mt_status mti_layer_gradients(mt_context *ctx, const char *function, const mt_parallel_linear *layer) {
+    MT_TRY(mt_check_gradient(ctx, function, layer->weight));
+    return mt_check_gradient(ctx, function, layer->desc.skip_bias_add ? NULL : layer->bias);
 }
 
 /* Makes the two linear layers. d->ffn is set. */
@@ -1219,11 +1225,17 @@ static mt_status mti_init_check(mt_context *ctx, const char *function, const cha
     return mt_check_float(ctx, function, name, "init.output_std", output_std, MT_FLOAT_AT_LEAST_0);
 }
 
-static mt_status mti_mlp_desc_check(mt_context *ctx, const char *function, const char *name, const mt_mlp_desc *d) {
+/* Checks desc and sets out->desc. */
+static mt_status mti_mlp_begin(mt_context *ctx, const char *function, const char *name, const mt_mlp_desc *d,
+                               mt_mlp *out) {
     MT_TRY(mt_check_integer(ctx, function, name, "hidden", d->hidden, 1, INT32_MAX));
     MT_TRY(mt_check_integer(ctx, function, name, "ffn", d->ffn, 0, INT32_MAX));
     MT_TRY(mt_check_enum(ctx, function, name, "activation", (int)d->activation, MT_ACTIVATION_WORDS));
-    return mti_init_check(ctx, function, name, &d->init);
+    MT_TRY(mti_init_check(ctx, function, name, &d->init));
+    memset(out, 0, sizeof *out);
+    out->desc = *d;
+    if (!d->ffn) out->desc.ffn = 4 * d->hidden;
+    return MT_SUCCESS;
 }
 
 MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *desc,
@@ -1234,12 +1246,22 @@ MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *n
     MT_TRY(mt_create_check(ctx, "mt_mlp_create", params, desc, out));
     MT_TRY(mt_layer_name(ctx, params, name, full));
     name = full;
-    MT_TRY(mti_mlp_desc_check(ctx, "mt_mlp_create", name, desc));
+    MT_TRY(mti_mlp_begin(ctx, "mt_mlp_create", name, desc, out));
     mark = mt_params_mark(params);
-    memset(out, 0, sizeof *out);
-    out->desc = *desc;
-    if (!desc->ffn) out->desc.ffn = 4 * desc->hidden;
     return mt_create_end(params, mark, out, sizeof *out, mti_mlp_create(ctx, &from, name, &out->desc, out));
+}
+
+MT_API mt_status mt_mlp_from_tensors(mt_context *ctx, mt_comm *tp, const char *name, const mt_mlp_desc *desc,
+                                     const mt_mlp_tensors *tensors, mt_param *params, mt_mlp *out) {
+    static const char *const function = "mt_mlp_from_tensors";
+    mti_origin from;
+    mt_status status;
+    MT_TRY(mti_own_block_check(ctx, function, tp, desc, tensors, params, out));
+    MT_TRY(mti_mlp_begin(ctx, function, name ? name : "mlp", desc, out));
+    from = mti_from_own(tp, &tensors->fc1, 1, &tensors->fc2, params);
+    status = mti_mlp_create(ctx, &from, name ? name : "", &out->desc, out);
+    if (status != MT_SUCCESS) memset(out, 0, sizeof *out);
+    return status;
 }
 
 /* Returns rows [first, first + count) of t. Returns t when it is mt_none(). */
@@ -1276,8 +1298,8 @@ static mt_status mti_mlp_check(mt_context *ctx, const char *function, const mt_m
     return mt_check_activation(ctx, function, mlp->fc1.weight, out_name, out, in.rows, mlp->desc.hidden);
 }
 
-static mt_status mti_mlp_call_forward(mt_context *ctx, const char *function, const mt_mlp *mlp, mt_tensor x,
-                                      mt_tensor y, mt_mlp_saved *saved) {
+MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved) {
+    static const char *const function = "mt_mlp_forward";
     mt_mlp_saved local;
     size_t mark;
     mt_status status;
@@ -1290,10 +1312,6 @@ static mt_status mti_mlp_call_forward(mt_context *ctx, const char *function, con
     return status;
 }
 
-MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved) {
-    return mti_mlp_call_forward(ctx, "mt_mlp_forward", mlp, x, y, saved);
-}
-
 static mt_status mti_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx,
                                   const mt_mlp_saved *saved) {
     mt_tensor dh;
@@ -1304,8 +1322,9 @@ static mt_status mti_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor 
     return mt_parallel_linear_backward(ctx, &mlp->fc1, dh, dx, &saved->fc1);
 }
 
-static mt_status mti_mlp_call_backward(mt_context *ctx, const char *function, const mt_mlp *mlp, mt_tensor dy,
-                                       mt_tensor dx, const mt_mlp_saved *saved) {
+MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx,
+                                 const mt_mlp_saved *saved) {
+    static const char *const function = "mt_mlp_backward";
     size_t mark;
     mt_status status;
     MT_TRY(mti_mlp_check(ctx, function, mlp, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
@@ -1314,56 +1333,12 @@ static mt_status mti_mlp_call_backward(mt_context *ctx, const char *function, co
     MT_TRY(mt_check_sent(ctx, function, mlp->fc1.tp, mlp->desc.sequence_parallel, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "saved.fc1.x", saved->fc1.x, "dx", dx));
-    MT_TRY(mt_check_gradient(ctx, function, mlp->fc1.weight));
+    MT_TRY(mti_layer_gradients(ctx, function, &mlp->fc1));
+    MT_TRY(mti_layer_gradients(ctx, function, &mlp->fc2));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));
     mt_arena_release(ctx, mark);
     return status;
-}
-
-MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx,
-                                 const mt_mlp_saved *saved) {
-    return mti_mlp_call_backward(ctx, "mt_mlp_backward", mlp, dy, dx, saved);
-}
-
-/* Makes an MLP of tensors. own has MTI_ORIGIN_PARAMS parameters. */
-static mt_status mti_own_mlp(mt_context *ctx, const char *function, mt_comm *tp, const mt_mlp_tensors *tensors,
-                             const mt_mlp_desc *desc, mti_origin *from, mt_param *own, mt_mlp *out) {
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!tensors || !desc)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, tensors ? "desc" : "tensors");
-    MT_TRY(mti_mlp_desc_check(ctx, function, "mlp", desc));
-    memset(from, 0, sizeof *from);
-    from->tp = tp;
-    from->columns = &tensors->fc1;
-    from->count = 1;
-    from->row = &tensors->fc2;
-    from->own = own;
-    memset(out, 0, sizeof *out);
-    out->desc = *desc;
-    if (!desc->ffn) out->desc.ffn = 4 * desc->hidden;
-    return mti_mlp_create(ctx, from, "", &out->desc, out);
-}
-
-MT_API mt_status mt_parallel_mlp_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, const mt_mlp_tensors *tensors,
-                                         mt_tensor y, const mt_mlp_desc *desc, mt_mlp_saved *saved) {
-    static const char *const function = "mt_parallel_mlp_forward";
-    mti_origin from;
-    mt_param own[MTI_ORIGIN_PARAMS];
-    mt_mlp mlp;
-    MT_TRY(mti_own_mlp(ctx, function, tp, tensors, desc, &from, own, &mlp));
-    return mti_mlp_call_forward(ctx, function, &mlp, x, y, saved);
-}
-
-MT_API mt_status mt_parallel_mlp_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, const mt_mlp_tensors *tensors,
-                                          mt_tensor dx, const mt_mlp_desc *desc, const mt_mlp_saved *saved) {
-    static const char *const function = "mt_parallel_mlp_backward";
-    mti_origin from;
-    mt_param own[MTI_ORIGIN_PARAMS];
-    mt_mlp mlp;
-    MT_TRY(mti_own_mlp(ctx, function, tp, tensors, desc, &from, own, &mlp));
-    MT_TRY(mti_origin_gradients(ctx, function, &from));
-    return mti_mlp_call_backward(ctx, function, &mlp, dy, dx, saved);
 }
 
 /* ---- parallel self-attention (src/blocks/attention.c) ------------------------------------------------------------ */
@@ -1616,7 +1591,15 @@ static mt_status mti_attention_proj(mt_context *ctx, const mti_origin *from, con
     return mti_origin_row(ctx, from, name, "linear_proj", &l, out);
 }
 
-/* Makes the layers. out->desc, out->head_dim and out->pieces are set. */
+/* Sets what follows from a desc that was checked. */
+static void mti_attention_begin(const mt_self_attention_desc *d, int64_t pieces, mt_self_attention *out) {
+    memset(out, 0, sizeof *out);
+    out->desc = *d;
+    out->head_dim = d->hidden / d->heads;
+    out->pieces = pieces;
+}
+
+/* Makes the layers. mti_attention_begin was called. */
 static mt_status mti_attention_create(mt_context *ctx, const mti_origin *from, const char *name,
                                       mt_self_attention *out) {
     const mt_self_attention_desc *d = &out->desc;
@@ -1647,11 +1630,71 @@ MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, co
     if (!d.kv_heads) d.kv_heads = d.heads;
     MT_TRY(mti_attention_check(ctx, "mt_self_attention_create", name, &d, mt_params_shards(params)));
     mark = mt_params_mark(params);
-    memset(out, 0, sizeof *out);
-    out->desc = d;
-    out->head_dim = d.hidden / d.heads;
-    out->pieces = mti_group_pieces(d.heads, d.kv_heads, mt_params_shards(params));
+    mti_attention_begin(&d, mti_group_pieces(d.heads, d.kv_heads, mt_params_shards(params)), out);
     return mt_create_end(params, mark, out, sizeof *out, mti_attention_create(ctx, &from, name, out));
+}
+
+/* Takes the rotary table and the slopes of ALiBi from the caller's tensors. */
+static mt_status mti_own_tables(mt_context *ctx, const char *function, const mt_self_attention_tensors *tensors,
+                                mt_self_attention *out) {
+    const mt_self_attention_desc *d = &out->desc;
+    out->rotary = tensors->rotary;
+    out->alibi_slopes = tensors->alibi_slopes;
+    if (d->scores.rotary_base > 0.0f)
+        MT_TRY(mt_tensor_check(ctx, function, "rotary", tensors->rotary, MT_ARG_F32, d->max_seq,
+                               mti_attention_rotary_dim(d)));
+    else if (tensors->rotary.data)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: there is a rotary table, but rotary_base is 0", function);
+    if (d->scores.alibi && !tensors->alibi_slopes.data)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: alibi is 1, but alibi_slopes is mt_none()", function);
+    if (d->scores.alibi)
+        return mt_tensor_check(ctx, function, "alibi_slopes", tensors->alibi_slopes, MT_ARG_F32, 1,
+                               mti_attention_heads_here(out));
+    if (!tensors->alibi_slopes.data) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: there are alibi_slopes, but alibi is 0", function);
+}
+
+/* Checks that the layers have one type. */
+static mt_status mti_own_types(mt_context *ctx, const char *function, const mti_origin *from) {
+    int i;
+    for (i = 0; i < from->count; i++)
+        if (from->columns[i].w.dtype != from->row->w.dtype)
+            return mt_fail(ctx, MT_ERR_DTYPE, "%s: the weight of column-parallel layer %d is %s, proj.w is %s",
+                           function, i, mt_dtype_name(from->columns[i].w.dtype), mt_dtype_name(from->row->w.dtype));
+    return MT_SUCCESS;
+}
+
+static mt_status mti_own_attention(mt_context *ctx, const char *function, const char *name,
+                                   const mt_self_attention_tensors *tensors, const mti_origin *from,
+                                   mt_self_attention *out) {
+    MT_TRY(mti_attention_create(ctx, from, name, out));
+    MT_TRY(mti_own_types(ctx, function, from));
+    return mti_own_tables(ctx, function, tensors, out);
+}
+
+MT_API mt_status mt_self_attention_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
+                                                const mt_self_attention_desc *desc,
+                                                const mt_self_attention_tensors *tensors, mt_param *params,
+                                                mt_self_attention *out) {
+    static const char *const function = "mt_self_attention_from_tensors";
+    mt_self_attention_desc d;
+    mti_origin from;
+    mt_status status;
+    int shards, separate;
+    MT_TRY(mti_own_block_check(ctx, function, tp, desc, tensors, params, out));
+    d = *desc;
+    if (!d.kv_heads) d.kv_heads = d.heads;
+    shards = mt_context_invariant(ctx) ? mt_context_invariant(ctx) : mt_comm_size(tp);
+    MT_TRY(mti_attention_check(ctx, function, name ? name : "attention", &d, shards));
+    if (d.kv_heads < shards)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld kv_heads cannot be split over %d %s; use mt_self_attention_create",
+                       function, (long long)d.kv_heads, shards, mti_shards_name(ctx));
+    separate = d.qkv_layout == MT_QKV_SEPARATE;
+    from = mti_from_own(tp, separate ? tensors->separate : &tensors->qkv, separate ? 3 : 1, &tensors->proj, params);
+    mti_attention_begin(&d, 1, out);
+    status = mti_own_attention(ctx, function, name ? name : "", tensors, &from, out);
+    if (status != MT_SUCCESS) memset(out, 0, sizeof *out);
+    return status;
 }
 
 /* Returns 1 when the unit of the layer can be a query group: a whole number of heads, at least three (a query, a key
@@ -2063,13 +2106,19 @@ static mt_status mti_attention_room(mt_context *ctx, const mt_self_attention *a,
     return mt_arena_tensor(ctx, MT_F32, desc->groups * desc->heads_per_group, tokens, &saved->lse);
 }
 
+/* Sets *layers to the layers that compute queries, keys and values. Returns their number. */
+static int mti_qkv_layers(const mt_self_attention *a, const mt_column_parallel_linear **layers) {
+    int separate = a->desc.qkv_layout == MT_QKV_SEPARATE;
+    *layers = separate ? a->separate : &a->qkv;
+    return separate ? 3 : 1;
+}
+
 /* Returns the number of layers that compute queries, keys and values, and sets *layers to the first one and cols[i] to
    the columns of qkv (or dqkv) of each. */
 static int mti_attention_layers(const mt_self_attention *a, mt_tensor qkv, const mt_column_parallel_linear **layers,
                                 mt_tensor cols[3]) {
-    int i, count = a->desc.qkv_layout == MT_QKV_SEPARATE ? 3 : 1;
+    int i, count = mti_qkv_layers(a, layers);
     int64_t first = 0;
-    *layers = count == 3 ? a->separate : &a->qkv;
     for (i = 0; i < count; i++) {
         cols[i] = mt_tensor_cols(qkv, first, (*layers)[i].local_features);
         first += (*layers)[i].local_features;
@@ -2204,9 +2253,9 @@ static mt_status mti_block_check(mt_context *ctx, const char *function, const mt
     return mti_tokens_check(ctx, function, &a->proj, batch, out_name, out, a->desc.hidden);
 }
 
-static mt_status mti_attention_call_forward(mt_context *ctx, const char *function, const mt_self_attention *attention,
-                                            const mt_batch *batch, mt_tensor x, mt_tensor y,
-                                            mt_self_attention_saved *saved) {
+MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
+                                           mt_tensor x, mt_tensor y, mt_self_attention_saved *saved) {
+    static const char *const function = "mt_self_attention_forward";
     mt_attention_desc desc;
     mt_self_attention_saved local;
     size_t mark;
@@ -2224,11 +2273,6 @@ static mt_status mti_attention_call_forward(mt_context *ctx, const char *functio
     if (status == MT_SUCCESS && saved) saved->batch = *batch;
     else mt_arena_release(ctx, mark);
     return status;
-}
-
-MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
-                                           mt_tensor x, mt_tensor y, mt_self_attention_saved *saved) {
-    return mti_attention_call_forward(ctx, "mt_self_attention_forward", attention, batch, x, y, saved);
 }
 
 /* Checks desc and the numbers of a cache, with a desc of all groups of the model, and the shapes of the cache on this
@@ -2325,8 +2369,17 @@ static mt_status mti_attention_saved_check(mt_context *ctx, const char *function
     return mt_check_activation(ctx, function, a->proj.weight, "saved.out", saved->out, tokens, a->proj.local_features);
 }
 
-static mt_status mti_attention_call_backward(mt_context *ctx, const char *function, const mt_self_attention *attention,
-                                             mt_tensor dy, mt_tensor dx, const mt_self_attention_saved *saved) {
+/* Checks, before anything is computed, that the layers may add to their gradients. */
+static mt_status mti_attention_gradients(mt_context *ctx, const char *function, const mt_self_attention *a) {
+    const mt_column_parallel_linear *layers;
+    int i, count = mti_qkv_layers(a, &layers);
+    for (i = 0; i < count; i++) MT_TRY(mti_layer_gradients(ctx, function, &layers[i]));
+    return mti_layer_gradients(ctx, function, &a->proj);
+}
+
+MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
+                                            mt_tensor dx, const mt_self_attention_saved *saved) {
+    static const char *const function = "mt_self_attention_backward";
     mt_attention_desc desc;
     size_t mark;
     mt_status status;
@@ -2339,95 +2392,13 @@ static mt_status mti_attention_call_backward(mt_context *ctx, const char *functi
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "saved.qkv_in.x", saved->qkv_in.x, "dx", dx));
     MT_TRY(mti_attention_saved_check(ctx, function, attention, saved));
-    MT_TRY(mt_check_gradient(ctx, function, attention->proj.weight));
+    MT_TRY(mti_attention_gradients(ctx, function, attention));
     desc = mti_attention_desc(attention, &saved->batch, 1);
     mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("attention backward", mti_attention_backward(ctx, attention, &desc, dy, dx, saved));
     mt_arena_release(ctx, mark);
     return status;
-}
-
-MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
-                                            mt_tensor dx, const mt_self_attention_saved *saved) {
-    return mti_attention_call_backward(ctx, "mt_self_attention_backward", attention, dy, dx, saved);
-}
-
-/* Takes the slopes of ALiBi from the caller's tensors. */
-static mt_status mti_own_slopes(mt_context *ctx, const char *function, const mt_self_attention_tensors *tensors,
-                                mt_self_attention *out) {
-    int64_t heads = mti_attention_heads_here(out);
-    out->alibi_slopes = tensors->alibi_slopes;
-    if (out->desc.scores.alibi && !tensors->alibi_slopes.data)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: alibi is 1, but alibi_slopes is mt_none()", function);
-    if (out->desc.scores.alibi)
-        return mt_tensor_check(ctx, function, "alibi_slopes", tensors->alibi_slopes, MT_ARG_F32, 1, heads);
-    if (!tensors->alibi_slopes.data) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: there are alibi_slopes, but alibi is 0", function);
-}
-
-/* Makes attention of tensors. own has MTI_ORIGIN_PARAMS parameters. */
-static mt_status mti_own_attention(mt_context *ctx, const char *function, mt_comm *tp,
-                                   const mt_self_attention_tensors *tensors, const mt_self_attention_desc *desc,
-                                   mti_origin *from, mt_param *own, mt_self_attention *out) {
-    mt_self_attention_desc d;
-    int i, shards;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!tp || !tensors || !desc)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, !tp ? "tp" : !tensors ? "tensors" : "desc");
-    d = *desc;
-    if (!d.kv_heads) d.kv_heads = d.heads;
-    shards = mt_context_invariant(ctx) ? mt_context_invariant(ctx) : mt_comm_size(tp);
-    MT_TRY(mti_attention_check(ctx, function, "attention", &d, shards));
-    if (d.kv_heads < shards)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld kv_heads cannot be split over %d %s; use mt_self_attention_create",
-                       function, (long long)d.kv_heads, shards, mti_shards_name(ctx));
-    memset(from, 0, sizeof *from);
-    from->tp = tp;
-    from->columns = d.qkv_layout == MT_QKV_SEPARATE ? tensors->separate : &tensors->qkv;
-    from->count = d.qkv_layout == MT_QKV_SEPARATE ? 3 : 1;
-    from->row = &tensors->proj;
-    from->own = own;
-    memset(out, 0, sizeof *out);
-    out->desc = d;
-    out->head_dim = d.hidden / d.heads;
-    out->pieces = 1;
-    if (d.scores.rotary_base > 0.0f)
-        MT_TRY(mt_tensor_check(ctx, function, "rotary", tensors->rotary, MT_ARG_F32, d.max_seq,
-                               mti_attention_rotary_dim(&d)));
-    else if (tensors->rotary.data)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: there is a rotary table, but rotary_base is 0", function);
-    MT_TRY(mti_attention_create(ctx, from, "", out));
-    for (i = 0; i < from->count; i++)
-        if (from->columns[i].w.dtype != from->row->w.dtype)
-            return mt_fail(ctx, MT_ERR_DTYPE, "%s: the weight of column-parallel layer %d is %s, proj.w is %s",
-                           function, i, mt_dtype_name(from->columns[i].w.dtype), mt_dtype_name(from->row->w.dtype));
-    out->rotary = tensors->rotary;
-    return mti_own_slopes(ctx, function, tensors, out);
-}
-
-MT_API mt_status mt_parallel_attention_forward(mt_context *ctx, mt_comm *tp, const mt_batch *batch, mt_tensor x,
-                                               const mt_self_attention_tensors *tensors, mt_tensor y,
-                                               const mt_self_attention_desc *desc, mt_self_attention_saved *saved) {
-    static const char *const function = "mt_parallel_attention_forward";
-    mt_self_attention attention;
-    mti_origin from;
-    mt_param own[MTI_ORIGIN_PARAMS];
-    MT_TRY(mti_own_attention(ctx, function, tp, tensors, desc, &from, own, &attention));
-    return mti_attention_call_forward(ctx, function, &attention, batch, x, y, saved);
-}
-
-MT_API mt_status mt_parallel_attention_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy,
-                                                const mt_self_attention_tensors *tensors, mt_tensor dx,
-                                                const mt_self_attention_desc *desc,
-                                                const mt_self_attention_saved *saved) {
-    static const char *const function = "mt_parallel_attention_backward";
-    mt_self_attention attention;
-    mti_origin from;
-    mt_param own[MTI_ORIGIN_PARAMS];
-    MT_TRY(mti_own_attention(ctx, function, tp, tensors, desc, &from, own, &attention));
-    MT_TRY(mti_origin_gradients(ctx, function, &from));
-    return mti_attention_call_backward(ctx, function, &attention, dy, dx, saved);
 }
 
 static int mti_qkv_sizes_ok(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols) {

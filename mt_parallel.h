@@ -587,6 +587,11 @@ typedef struct mt_linear_tensors {
    desc has the meaning that it has for a layer of a registry, except for the bias, and that in_features and
    out_features may be 0: then the split dimension has no padding. b mt_none() means no bias. desc.no_bias may be 0, but
    1 with a bias is MT_ERR_ARGUMENT. desc NULL: the defaults.
+       mt_linear_tensors t = {.w = w, .b = b, .dw = dw, .db = db};      mt_param params[2];
+       mt_parallel_linear fc1;         mt_linear_desc whole = {.gather_output = 1};   // y [tokens, out] on every rank
+       MT_TRY(mt_column_parallel_linear_from_tensors(ctx, grid.tp, "fc1", &whole, &t, params, &fc1));
+       MT_TRY(mt_parallel_linear_forward(ctx, &fc1, x, y, &saved));
+       MT_TRY(mt_parallel_linear_backward(ctx, &fc1, dy, dx, &saved));
    The caller sums the gradients over the data group. With sequence_parallel, db of a row-parallel layer is the sum over
    this rank's rows, and the caller also sums it over the tensor group. No communication.
    Errors: MT_ERR_SHAPE (a tensor has another shape than desc says or is not contiguous, parts * unit does not divide
@@ -599,28 +604,6 @@ MT_API mt_status mt_column_parallel_linear_from_tensors(mt_context *ctx, mt_comm
 MT_API mt_status mt_row_parallel_linear_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
                                                      const mt_linear_desc *desc, const mt_linear_tensors *tensors,
                                                      mt_param *params, mt_parallel_linear *out);
-
-/* Plain calls: a column- or row-parallel linear on tensors in your own memory. Each call is that of a layer from
-   mt_column_parallel_linear_from_tensors or mt_row_parallel_linear_from_tensors: the shapes of x, y, dy and dx, what
-   may overlap, the communication and the errors are those of the layer. desc is read in each call. Pass the same desc
-   to forward and backward; only add_to_dx may differ, and forward ignores it. w, b, dw, db are those of
-   mt_linear_tensors. b mt_none() means no bias. desc.no_bias may be 0, but 1 with a bias is MT_ERR_ARGUMENT. dx may be
-   mt_none(): it is not computed. Backward adds to dw and db, and overwrites dx, or with add_to_dx adds to it. It needs
-   dw (MT_ERR_ARGUMENT). With db mt_none() it computes no bias gradient, also when forward had b. saved NULL: inference.
-   Nothing is logged.
-       mt_linear_desc whole = {.gather_output = 1};                // y [tokens, out] on every rank
-       MT_TRY(mt_column_parallel_forward(ctx, grid.tp, x, w, b, y, &whole, &saved));
-       MT_TRY(mt_column_parallel_backward(ctx, grid.tp, dy, w, dx, dw, db, &whole, &saved)); */
-MT_API mt_status mt_column_parallel_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, mt_tensor w, mt_tensor b,
-                                            mt_tensor y, const mt_linear_desc *desc, mt_linear_saved *saved);
-MT_API mt_status mt_column_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, mt_tensor w, mt_tensor dx,
-                                             mt_tensor dw, mt_tensor db, const mt_linear_desc *desc,
-                                             const mt_linear_saved *saved);
-MT_API mt_status mt_row_parallel_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, mt_tensor w, mt_tensor b,
-                                         mt_tensor y, const mt_linear_desc *desc, mt_linear_saved *saved);
-MT_API mt_status mt_row_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, mt_tensor w, mt_tensor dx,
-                                          mt_tensor dw, mt_tensor db, const mt_linear_desc *desc,
-                                          const mt_linear_saved *saved);
 
 /* Run `count` layers of one kind, in arrays with one entry for each layer, that share f or g.
      column-parallel  The layers read the same x: x, dx and saved have one entry for all layers. Forward gathers x once
@@ -5631,8 +5614,8 @@ static void mti_own_sizes(const mt_context *ctx, const mt_comm *tp, mt_placement
     int ranks = mt_comm_size(tp), shards = t->w.rows == 1 ? 1 : mti_shards(ctx, tp); /* 1: mti_param_describe */
     if (!d->out_features) d->out_features = columns ? mt_size_mul(t->w.rows, ranks) : t->w.rows / shards;
     if (!d->in_features) d->in_features = columns ? t->w.cols : mt_size_mul(t->w.cols, (int64_t)shards * ranks);
-    d->no_bias = !t->b.data && !t->db.data;
-    if (d->no_bias) d->skip_bias_add = 0; /* in backward nothing but db says that there is a bias */
+    d->no_bias = !t->b.data;
+    if (d->no_bias) d->skip_bias_add = 0; /* a block sets it before it knows whether there is a bias */
 }
 
 /* Checks the arguments of mt_..._parallel_linear_from_tensors and fills params. *d is the desc, completed from the
@@ -5642,7 +5625,7 @@ static mt_status mti_own_linear(mt_context *ctx, const char *function, mt_comm *
                                 mt_param *params) {
     const char *field = d->weight                                                    ? "weight"
                         : d->init_std != 0.0f                                        ? "init_std"
-                        : d->no_bias && (t->b.data || t->db.data)                    ? "no_bias"
+                        : d->no_bias && t->b.data                                    ? "no_bias"
                         : placement == MT_SPLIT_ROWS && d->input_is_parallel         ? "input_is_parallel"
                         : placement == MT_SPLIT_COLS && d->gather_output             ? "gather_output"
                         : placement == MT_SPLIT_COLS && d->split.padded_out_features ? "split.padded_out_features"
@@ -5660,46 +5643,34 @@ static mt_status mti_own_linear(mt_context *ctx, const char *function, mt_comm *
     MT_TRY(mti_own_param(ctx, function, tp, name, "w", &w, t->w, t->dw, &params[0]));
     if (d->no_bias) return MT_SUCCESS;
     MT_TRY(mti_own_param(ctx, function, tp, name, "b", &b, t->b, t->db, &params[1]));
-    if (!t->b.data || t->b.dtype == t->w.dtype) return MT_SUCCESS;
+    if (t->b.dtype == t->w.dtype) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_DTYPE, "%s: '%s' is %s, '%s' is %s", function, params[1].name, mt_dtype_name(t->b.dtype),
                    params[0].name, mt_dtype_name(t->w.dtype));
 }
 
-/* Checks the pointers, and sets *d to the desc or to the defaults. */
-static mt_status mti_own_begin(mt_context *ctx, const char *function, const mt_comm *tp, const char **name,
-                               const mt_linear_desc *desc, mt_linear_desc *d) {
-    memset(d, 0, sizeof *d);
-    if (desc) *d = *desc;
+/* Checks the pointers and the name of a layer of tensors. */
+static mt_status mti_own_begin(mt_context *ctx, const char *function, const mt_comm *tp, const char *name,
+                               const mt_linear_tensors *tensors, const mt_param *params, const void *out) {
+    const char *missing = !tp ? "tp" : !tensors ? "tensors" : !params ? "params" : !out ? "out" : NULL;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!tp) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: tp is NULL", function);
-    if (!*name) *name = "";
-    if (strlen(*name) > MT_NAME_MAX - 3)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the name '%.100s' must have at most %d characters", function, *name,
-                       MT_NAME_MAX - 3);
-    return MT_SUCCESS;
-}
-
-static mt_status mti_own_layer(mt_context *ctx, const char *function, mt_comm *tp, const char *name,
-                               mt_placement placement, const mt_linear_desc *desc, const mt_linear_tensors *t,
-                               mt_param *params, mt_parallel_linear *out) {
-    mt_linear_desc d;
-    MT_TRY(mti_own_begin(ctx, function, tp, &name, desc, &d));
-    MT_TRY(mti_own_linear(ctx, function, tp, name, placement, t, &d, params));
-    mti_linear_make(out, name, &d, tp, &params[0], d.no_bias ? NULL : &params[1]);
-    return MT_SUCCESS;
+    if (missing) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, missing);
+    if (tensors->db.data && !tensors->b.data) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: db comes without b", function);
+    if (!name || strlen(name) <= MT_NAME_MAX - 3) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the name '%.100s' must have at most %d characters", function, name,
+                   MT_NAME_MAX - 3);
 }
 
 static mt_status mti_from_tensors(mt_context *ctx, const char *function, mt_comm *tp, const char *name,
                                   mt_placement placement, const mt_linear_desc *desc, const mt_linear_tensors *tensors,
                                   mt_param *params, mt_parallel_linear *out) {
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!tensors || !params || !out)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function,
-                       !tensors  ? "tensors"
-                       : !params ? "params"
-                                 : "out");
-    if (tensors->db.data && !tensors->b.data) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: db comes without b", function);
-    return mti_own_layer(ctx, function, tp, name, placement, desc, tensors, params, out);
+    mt_linear_desc d;
+    MT_TRY(mti_own_begin(ctx, function, tp, name, tensors, params, out));
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    if (!name) name = "";
+    MT_TRY(mti_own_linear(ctx, function, tp, name, placement, tensors, &d, params));
+    mti_linear_make(out, name, &d, tp, &params[0], d.no_bias ? NULL : &params[1]);
+    return MT_SUCCESS;
 }
 
 MT_API mt_status mt_column_parallel_linear_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
@@ -5714,53 +5685,6 @@ MT_API mt_status mt_row_parallel_linear_from_tensors(mt_context *ctx, mt_comm *t
                                                      mt_param *params, mt_parallel_linear *out) {
     static const char *const function = "mt_row_parallel_linear_from_tensors";
     return mti_from_tensors(ctx, function, tp, name, MT_SPLIT_COLS, desc, tensors, params, out);
-}
-
-/* The forward of a plain call. */
-static mt_status mti_tensors_forward(mt_context *ctx, const char *function, mt_comm *tp, mt_placement placement,
-                                     const mt_linear_tensors *t, mt_tensor x, mt_tensor y, const mt_linear_desc *desc,
-                                     mt_linear_saved *saved) {
-    mt_parallel_linear layer;
-    const mti_layers l = {&layer, 1, placement == MT_SPLIT_ROWS};
-    mt_param params[2];
-    MT_TRY(mti_own_layer(ctx, function, tp, "", placement, desc, t, params, &layer));
-    return mti_layers_forward(ctx, function, &l, &x, &y, saved);
-}
-
-static mt_status mti_tensors_backward(mt_context *ctx, const char *function, mt_comm *tp, mt_placement placement,
-                                      const mt_linear_tensors *t, mt_tensor dy, mt_tensor dx,
-                                      const mt_linear_desc *desc, const mt_linear_saved *saved) {
-    mt_parallel_linear layer;
-    const mti_layers l = {&layer, 1, placement == MT_SPLIT_ROWS};
-    mt_param params[2];
-    MT_TRY(mti_own_layer(ctx, function, tp, "", placement, desc, t, params, &layer));
-    return mti_layers_backward(ctx, function, &l, &dy, &dx, saved);
-}
-
-MT_API mt_status mt_column_parallel_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, mt_tensor w, mt_tensor b,
-                                            mt_tensor y, const mt_linear_desc *desc, mt_linear_saved *saved) {
-    const mt_linear_tensors t = {w, b, mt_none(), mt_none()};
-    return mti_tensors_forward(ctx, "mt_column_parallel_forward", tp, MT_SPLIT_ROWS, &t, x, y, desc, saved);
-}
-
-MT_API mt_status mt_column_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, mt_tensor w, mt_tensor dx,
-                                             mt_tensor dw, mt_tensor db, const mt_linear_desc *desc,
-                                             const mt_linear_saved *saved) {
-    const mt_linear_tensors t = {w, mt_none(), dw, db};
-    return mti_tensors_backward(ctx, "mt_column_parallel_backward", tp, MT_SPLIT_ROWS, &t, dy, dx, desc, saved);
-}
-
-MT_API mt_status mt_row_parallel_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, mt_tensor w, mt_tensor b,
-                                         mt_tensor y, const mt_linear_desc *desc, mt_linear_saved *saved) {
-    const mt_linear_tensors t = {w, b, mt_none(), mt_none()};
-    return mti_tensors_forward(ctx, "mt_row_parallel_forward", tp, MT_SPLIT_COLS, &t, x, y, desc, saved);
-}
-
-MT_API mt_status mt_row_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, mt_tensor w, mt_tensor dx,
-                                          mt_tensor dw, mt_tensor db, const mt_linear_desc *desc,
-                                          const mt_linear_saved *saved) {
-    const mt_linear_tensors t = {w, mt_none(), dw, db};
-    return mti_tensors_backward(ctx, "mt_row_parallel_backward", tp, MT_SPLIT_COLS, &t, dy, dx, desc, saved);
 }
 
 MT_API mt_status mt_arena_tensors(mt_context *ctx, const mt_arena_request *list, int count) {

@@ -1,4 +1,4 @@
-/* test_cuda_plain.cu - runs the plain calls (column- and row-parallel linear, MLP, attention) on 1 and 2 GPUs, or on
+/* test_cuda_plain.cu - runs layers of tensors (column- and row-parallel linear, MLP, attention) on 1 and 2 GPUs, or on
    ranks that share one, and compares their outputs and gradients bit for bit with those of the layers of a registry,
    with and without overlap, and with add_to_dx.
      On GPUs:       nvcc -std=c++20 -O2 -I. tests/test_cuda_plain.cu -lcublasLt
@@ -115,7 +115,7 @@ static mt_status blocks_open(plain_test *t, const plain_run *run) {
     return MT_SUCCESS;
 }
 
-/* Makes the layer's input gradient, dx[0], what the plain call with add_to_dx computes from `before`, in dx[1]. */
+/* Makes the layer's input gradient, dx[0], what that of tensors with add_to_dx computes from `before`, in dx[1]. */
 static mt_status added(plain_test *t, int add) {
     if (add) MT_TRY(mt_add(t->r->ctx, t->before, t->dx[0], t->dx[0]));
     return mt_copy(t->r->ctx, t->before, t->dx[1]);
@@ -126,8 +126,9 @@ static mt_status linear_check(plain_test *t, int add) {
     mt_context *c = t->r->ctx;
     mt_comm *tp = t->r->grid.tp;
     mt_linear_desc d1 = t->mlp.fc1.desc, d2 = t->mlp.fc2.desc;
-    mt_linear_tensors *w1 = &t->mlp_own.fc1, *w2 = &t->mlp_own.fc2;
-    mt_column_parallel_linear fc1 = t->mlp.fc1;
+    mt_column_parallel_linear fc1 = t->mlp.fc1, own1;
+    mt_row_parallel_linear own2;
+    mt_param params[4];
     mt_linear_saved saved1, saved2;
     d1.skip_bias_add = fc1.desc.skip_bias_add = 0;
     MT_TRY(mt_parallel_linear_forward(c, &fc1, t->x, t->h[0], &saved1));
@@ -136,10 +137,12 @@ static mt_status linear_check(plain_test *t, int add) {
     MT_TRY(mt_parallel_linear_backward(c, &fc1, t->dh[0], t->dx[0], &saved1));
     MT_TRY(added(t, add));
     d1.add_to_dx = add;
-    MT_TRY(mt_column_parallel_forward(c, tp, t->x, w1->w, w1->b, t->h[1], &d1, &saved1));
-    MT_TRY(mt_row_parallel_forward(c, tp, t->h[1], w2->w, w2->b, t->y[1], &d2, &saved2));
-    MT_TRY(mt_row_parallel_backward(c, tp, t->dy, w2->w, t->dh[1], w2->dw, w2->db, &d2, &saved2));
-    MT_TRY(mt_column_parallel_backward(c, tp, t->dh[1], w1->w, t->dx[1], w1->dw, w1->db, &d1, &saved1));
+    MT_TRY(mt_column_parallel_linear_from_tensors(c, tp, NULL, &d1, &t->mlp_own.fc1, params, &own1));
+    MT_TRY(mt_row_parallel_linear_from_tensors(c, tp, NULL, &d2, &t->mlp_own.fc2, params + 2, &own2));
+    MT_TRY(mt_parallel_linear_forward(c, &own1, t->x, t->h[1], &saved1));
+    MT_TRY(mt_parallel_linear_forward(c, &own2, t->h[1], t->y[1], &saved2));
+    MT_TRY(mt_parallel_linear_backward(c, &own2, t->dy, t->dh[1], &saved2));
+    MT_TRY(mt_parallel_linear_backward(c, &own1, t->dh[1], t->dx[1], &saved1));
     MT_TRY(same(t->r, "linear y", t->y[0], t->y[1]));
     MT_TRY(same(t->r, "linear h", t->h[0], t->h[1]));
     MT_TRY(same(t->r, "linear dh", t->dh[0], t->dh[1]));
@@ -149,13 +152,16 @@ static mt_status linear_check(plain_test *t, int add) {
 static mt_status mlp_check(plain_test *t, int add) {
     mt_context *c = t->r->ctx;
     mt_mlp_desc d = t->mlp_desc;
+    mt_mlp own;
+    mt_param params[4];
     mt_mlp_saved saved;
     MT_TRY(mt_mlp_forward(c, &t->mlp, t->x, t->y[0], &saved));
     MT_TRY(mt_mlp_backward(c, &t->mlp, t->dy, t->dx[0], &saved));
     MT_TRY(added(t, add));
     d.add_to_dx = add;
-    MT_TRY(mt_parallel_mlp_forward(c, t->r->grid.tp, t->x, &t->mlp_own, t->y[1], &d, &saved));
-    MT_TRY(mt_parallel_mlp_backward(c, t->r->grid.tp, t->dy, &t->mlp_own, t->dx[1], &d, &saved));
+    MT_TRY(mt_mlp_from_tensors(c, t->r->grid.tp, NULL, &d, &t->mlp_own, params, &own));
+    MT_TRY(mt_mlp_forward(c, &own, t->x, t->y[1], &saved));
+    MT_TRY(mt_mlp_backward(c, &own, t->dy, t->dx[1], &saved));
     MT_TRY(same(t->r, "MLP y", t->y[0], t->y[1]));
     MT_TRY(same(t->r, "MLP dx", t->dx[0], t->dx[1]));
     MT_TRY(same_gradients(t->r, "fc1", t->mlp.fc1.weight, t->mlp.fc1.bias, &t->mlp_own.fc1));
@@ -166,13 +172,16 @@ static mt_status attention_check(plain_test *t, int add) {
     mt_context *c = t->r->ctx;
     mt_self_attention_desc d = t->attention_desc;
     const mt_self_attention *a = &t->attention;
+    mt_self_attention own;
+    mt_param params[8];
     mt_self_attention_saved saved;
     MT_TRY(mt_self_attention_forward(c, a, &t->batch, t->x, t->y[0], &saved));
     MT_TRY(mt_self_attention_backward(c, a, t->dy, t->dx[0], &saved));
     MT_TRY(added(t, add));
     d.add_to_dx = add;
-    MT_TRY(mt_parallel_attention_forward(c, t->r->grid.tp, &t->batch, t->x, &t->attention_own, t->y[1], &d, &saved));
-    MT_TRY(mt_parallel_attention_backward(c, t->r->grid.tp, t->dy, &t->attention_own, t->dx[1], &d, &saved));
+    MT_TRY(mt_self_attention_from_tensors(c, t->r->grid.tp, NULL, &d, &t->attention_own, params, &own));
+    MT_TRY(mt_self_attention_forward(c, &own, &t->batch, t->x, t->y[1], &saved));
+    MT_TRY(mt_self_attention_backward(c, &own, t->dy, t->dx[1], &saved));
     MT_TRY(same(t->r, "attention y", t->y[0], t->y[1]));
     MT_TRY(same(t->r, "attention dx", t->dx[0], t->dx[1]));
     MT_TRY(same_gradients(t->r, "qkv", a->qkv.weight, a->qkv.bias, &t->attention_own.qkv));
@@ -215,7 +224,7 @@ static mt_status plain_rank(mt_comm *world, void *user) {
     return status;
 }
 
-static void test_plain_calls_are_the_layers(void **state) {
+static void test_layers_of_tensors_are_the_layers(void **state) {
     (void)state;
     for (int dtype = MT_F32; dtype <= MT_BF16; dtype++)
         for (int ranks = 1; ranks <= 2; ranks++)
@@ -230,7 +239,7 @@ static void test_plain_calls_are_the_layers(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_plain_calls_are_the_layers),
+        cmocka_unit_test(test_layers_of_tensors_are_the_layers),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -320,16 +320,12 @@ static mt_status layer_backward(linear_test *t, const linear_layer *l, mt_tensor
                      : mt_parallel_linear_backward(t->r->ctx, &l->column, t->dy, dx, saved);
 }
 
-static mt_status plain_forward(linear_test *t, const mt_linear_desc *d, mt_tensor y, mt_linear_saved *saved) {
-    const mt_linear_tensors *w = &t->own;
-    return t->c->row ? mt_row_parallel_forward(t->r->ctx, t->r->grid.tp, t->x, w->w, w->b, y, d, saved)
-                     : mt_column_parallel_forward(t->r->ctx, t->r->grid.tp, t->x, w->w, w->b, y, d, saved);
-}
-
-static mt_status plain_backward(linear_test *t, const mt_linear_desc *d, mt_tensor dx, const mt_linear_saved *saved) {
-    const mt_linear_tensors *w = &t->own;
-    return t->c->row ? mt_row_parallel_backward(t->r->ctx, t->r->grid.tp, t->dy, w->w, dx, w->dw, w->db, d, saved)
-                     : mt_column_parallel_backward(t->r->ctx, t->r->grid.tp, t->dy, w->w, dx, w->dw, w->db, d, saved);
+/* Makes a layer of the tensors in t->own. */
+static mt_status own_layer(linear_test *t, const char *name, const mt_linear_desc *d, linear_layer *l) {
+    test_rank *r = t->r;
+    return t->c->row
+               ? mt_row_parallel_linear_from_tensors(r->ctx, r->grid.tp, name, d, &t->own, l->params, &l->row)
+               : mt_column_parallel_linear_from_tensors(r->ctx, r->grid.tp, name, d, &t->own, l->params, &l->column);
 }
 
 /* Creates the layer in a registry, and x and dy: the same on every rank where they are whole. */
@@ -404,27 +400,29 @@ static mt_status same_ledgers(const char *what, mt_ledger a, mt_ledger b) {
     return MT_SUCCESS;
 }
 
-/* Runs the plain calls with d: once, and with add_to_dx. The gradients of the caller get the layer's bits. */
+/* Runs a layer of tensors with d: once, and with add_to_dx. The gradients of the caller get the layer's bits. */
 static mt_status linear_plain(linear_test *t, mt_linear_desc d, const mt_ledger *forward, const mt_ledger *backward) {
     mt_tensor y = copy_of(t->r, t->dy), dx = copy_of(t->r, t->dx_before);
     size_t mark = mt_arena_mark(t->r->ctx);
+    linear_layer l;
     mt_linear_saved saved;
     MT_TRY(linear_own(t));
+    MT_TRY(own_layer(t, NULL, &d, &l));
     mt_comm_ledger_reset(t->r->grid.tp);
-    MT_TRY(plain_forward(t, &d, y, &saved));
-    MT_TRY(same_ledgers("plain forward", *forward, mt_comm_ledger(t->r->grid.tp)));
+    MT_TRY(layer_forward(t, &l, y, &saved));
+    MT_TRY(same_ledgers("forward", *forward, mt_comm_ledger(t->r->grid.tp)));
     CHECK(same_bits(y, t->y) && saved.x.data == t->x.data);
     mt_comm_ledger_reset(t->r->grid.tp);
-    MT_TRY(plain_backward(t, &d, dx, &saved));
-    MT_TRY(same_ledgers("plain backward", *backward, mt_comm_ledger(t->r->grid.tp)));
+    MT_TRY(layer_backward(t, &l, dx, &saved));
+    MT_TRY(same_ledgers("backward", *backward, mt_comm_ledger(t->r->grid.tp)));
     CHECK(same_bits(dx, t->dx));
-    d.add_to_dx = 1;
+    l.row.desc.add_to_dx = l.column.desc.add_to_dx = 1;
     MT_TRY(mt_copy(t->r->ctx, t->dx_before, dx));
     mt_comm_ledger_reset(t->r->grid.tp);
-    MT_TRY(plain_backward(t, &d, dx, &saved));
-    MT_TRY(same_ledgers("plain backward, add_to_dx", *backward, mt_comm_ledger(t->r->grid.tp)));
+    MT_TRY(layer_backward(t, &l, dx, &saved));
+    MT_TRY(same_ledgers("backward, add_to_dx", *backward, mt_comm_ledger(t->r->grid.tp)));
     CHECK(same_bits(dx, t->sum));
-    MT_TRY(plain_backward(t, &d, mt_none(), &saved));
+    MT_TRY(layer_backward(t, &l, mt_none(), &saved));
     CHECK(mt_arena_mark(t->r->ctx) == mark);
     return MT_SUCCESS;
 }
@@ -439,11 +437,7 @@ static mt_status linear_from_tensors(linear_test *t) {
     d.add_to_dx = 1;
     for (int pass = 0; pass < 3; pass++) {
         const char *name = pass ? "own" : NULL;
-        if (t->c->row)
-            MT_TRY(mt_row_parallel_linear_from_tensors(t->r->ctx, t->r->grid.tp, name, &d, &t->own, l.params, &l.row));
-        else
-            MT_TRY(mt_column_parallel_linear_from_tensors(t->r->ctx, t->r->grid.tp, name, &d, &t->own, l.params,
-                                                          &l.column));
+        MT_TRY(own_layer(t, name, &d, &l));
         CHECK(strcmp(l.params[0].name, pass ? "own.w" : "w") == 0 && l.params[0].value.data == t->own.w.data);
         CHECK(l.params[0].local_features == t->weight->local_features);
         MT_TRY(layer_forward(t, &l, y, &saved));
@@ -485,7 +479,7 @@ static mt_status linear_check(linear_test *t) {
     mt_comm_ledger_reset(t->r->grid.tp);
     MT_TRY(layer_backward(t, &t->layer, t->dx, &saved));
     backward = mt_comm_ledger(t->r->grid.tp);
-    MT_TRY(linear_layer_adds(t, &saved)); /* the third and last backward: those of the plain calls are as many */
+    MT_TRY(linear_layer_adds(t, &saved)); /* the third and last backward: those of the layers of tensors are as many */
     mt_tensor dw = copy_of(t->r, t->weight->grad), db = t->bias ? copy_of(t->r, t->bias->grad) : mt_none();
     for (int sizes = 0; sizes < 2; sizes++) { /* without sizes they are those of the tensors */
         if (sizes && (t->weight->local_features * t->r->grid.tp_size != (t->c->row ? d.in_features : d.out_features)))
@@ -530,7 +524,7 @@ static mt_status linear_rank(mt_comm *world, void *user) {
     return status;
 }
 
-static void test_plain_linear_is_the_layer(void **state) {
+static void test_layers_of_tensors_are_the_layers(void **state) {
     static const linear_runs runs[] = {{MT_F32, 0, 0}, {MT_F32, 0, 3}, {MT_BF16, 0, 0},
                                        {MT_F16, 0, 3}, {MT_F32, 8, 0}, {MT_BF16, 8, 0}};
     (void)state;
@@ -615,28 +609,32 @@ static mt_status two_body(test_rank *r, int sp) {
     mt_linear_desc d1 = {.in_features = IN, .out_features = MID, .sequence_parallel = sp, .add_to_dx = 1};
     mt_linear_desc d2 = {.in_features = MID, .out_features = OUT, .sequence_parallel = sp, .input_is_parallel = 1};
     two_layers l;
+    mt_parallel_linear layer1, layer2;
+    mt_param params[4];
     mt_linear_saved saved1, saved2;
     two_noise((double *)&l, T * IN + MID * IN + MID + OUT * MID + OUT + T * OUT, 5);
     two_reference(&l);
     mt_tensor x = two_shard(r, x_rows, l.x), dy = two_shard(r, y_rows, l.dy);
     mt_tensor w1 = two_shard(r, s1, l.w1), b1 = two_shard(r, v1, l.b1);
     mt_tensor w2 = two_shard(r, s2, l.w2), b2 = two_shard(r, v2, l.b2);
-    mt_tensor dw1 = test_tensor(r, w1.rows, w1.cols, 0), db1 = test_tensor(r, 1, b1.cols, 0);
-    mt_tensor dw2 = test_tensor(r, w2.rows, w2.cols, 0), db2 = test_tensor(r, 1, OUT, 0);
+    const mt_linear_tensors t1 = {w1, b1, test_tensor(r, w1.rows, w1.cols, 0), test_tensor(r, 1, b1.cols, 0)};
+    const mt_linear_tensors t2 = {w2, b2, test_tensor(r, w2.rows, w2.cols, 0), test_tensor(r, 1, OUT, 0)};
     mt_tensor h = test_tensor(r, T, w1.rows, NAN), dh = test_tensor(r, T, w1.rows, NAN);
     mt_tensor y = test_tensor(r, dy.rows, OUT, NAN), dx = test_tensor(r, x.rows, IN, 1.0f);
-    MT_TRY(mt_column_parallel_forward(r->ctx, r->grid.tp, x, w1, b1, h, &d1, &saved1));
-    MT_TRY(mt_row_parallel_forward(r->ctx, r->grid.tp, h, w2, b2, y, &d2, &saved2));
-    MT_TRY(mt_row_parallel_backward(r->ctx, r->grid.tp, dy, w2, dh, dw2, db2, &d2, &saved2));
-    MT_TRY(mt_column_parallel_backward(r->ctx, r->grid.tp, dh, w1, dx, dw1, db1, &d1, &saved1));
-    if (sp) MT_TRY(mt_all_reduce(r->ctx, r->grid.tp, db2.data, db2.data, OUT, MT_F32, MT_SUM));
+    MT_TRY(mt_column_parallel_linear_from_tensors(r->ctx, r->grid.tp, "1", &d1, &t1, params, &layer1));
+    MT_TRY(mt_row_parallel_linear_from_tensors(r->ctx, r->grid.tp, "2", &d2, &t2, params + 2, &layer2));
+    MT_TRY(mt_parallel_linear_forward(r->ctx, &layer1, x, h, &saved1));
+    MT_TRY(mt_parallel_linear_forward(r->ctx, &layer2, h, y, &saved2));
+    MT_TRY(mt_parallel_linear_backward(r->ctx, &layer2, dy, dh, &saved2));
+    MT_TRY(mt_parallel_linear_backward(r->ctx, &layer1, dh, dx, &saved1));
+    if (sp) MT_TRY(mt_all_reduce(r->ctx, r->grid.tp, t2.db.data, t2.db.data, OUT, MT_F32, MT_SUM));
     for (int i = 0; i < T * IN; i++) l.dx[i] += 1.0; /* what was in dx before */
     MT_TRY(two_near(r, "y", y_rows, y, l.y));
     MT_TRY(two_near(r, "dx", x_rows, dx, l.dx));
-    MT_TRY(two_near(r, "dw1", s1, dw1, l.dw1));
-    MT_TRY(two_near(r, "db1", v1, db1, l.db1));
-    MT_TRY(two_near(r, "dw2", s2, dw2, l.dw2));
-    return two_near(r, "db2", v2, db2, l.db2);
+    MT_TRY(two_near(r, "dw1", s1, t1.dw, l.dw1));
+    MT_TRY(two_near(r, "db1", v1, t1.db, l.db1));
+    MT_TRY(two_near(r, "dw2", s2, t2.dw, l.dw2));
+    return two_near(r, "db2", v2, t2.db, l.db2);
 }
 
 static mt_status two_rank(mt_comm *world, void *user) {
@@ -648,7 +646,7 @@ static mt_status two_rank(mt_comm *world, void *user) {
     return status;
 }
 
-static void test_plain_calls_against_double_precision(void **state) {
+static void test_layers_of_tensors_against_double_precision(void **state) {
     static const int sp[] = {0, 1};
     (void)state;
     for (int ranks = 1; ranks <= 8; ranks++)
@@ -759,12 +757,14 @@ static mt_status block_open(block_test *t) {
     return MT_SUCCESS;
 }
 
-/* The layer, then the plain calls: the same output, input gradient and communication. With add_to_dx the gradient is
-   added to `before`. */
+/* The block of a registry, then that of tensors: the same output, input gradient and communication. With add_to_dx
+   the gradient is added to `before`. */
 static mt_status mlp_check(block_test *t, int add) {
     mt_mlp_desc d = t->c->mlp;
     mt_tensor y[2], dx[2];
     mt_ledger forward, backward;
+    mt_mlp own;
+    mt_param params[4];
     mt_mlp_saved saved;
     mt_comm *tp = t->r->grid.tp;
     for (int i = 0; i < 2; i++) y[i] = copy_of(t->r, t->x), dx[i] = copy_of(t->r, t->before);
@@ -778,22 +778,44 @@ static mt_status mlp_check(block_test *t, int add) {
     d.add_to_dx = add;
     d.no_bias = 0; /* it follows from the tensors */
     mt_comm_ledger_reset(tp);
-    MT_TRY(mt_parallel_mlp_forward(t->r->ctx, tp, t->x, &t->mlp_own, y[1], &d, &saved));
+    MT_TRY(mt_mlp_from_tensors(t->r->ctx, tp, add ? "own" : NULL, &d, &t->mlp_own, params, &own));
+    MT_TRY(mt_mlp_forward(t->r->ctx, &own, t->x, y[1], &saved));
     MT_TRY(same_ledgers("MLP forward", forward, mt_comm_ledger(tp)));
     mt_comm_ledger_reset(tp);
-    MT_TRY(mt_parallel_mlp_backward(t->r->ctx, tp, t->dy, &t->mlp_own, dx[1], &d, &saved));
+    MT_TRY(mt_mlp_backward(t->r->ctx, &own, t->dy, dx[1], &saved));
     MT_TRY(same_ledgers("MLP backward", backward, mt_comm_ledger(tp)));
     CHECK(same_bits(y[0], y[1]) && same_bits(dx[0], dx[1]));
-    MT_TRY(mt_parallel_mlp_forward(t->r->ctx, tp, t->x, &t->mlp_own, dx[1], &d, NULL));
+    MT_TRY(mt_mlp_forward(t->r->ctx, &own, t->x, dx[1], NULL));
     CHECK(same_bits(y[0], dx[1]));
     MT_TRY(gradients_are(&t->mlp_own.fc1, t->mlp.fc1.weight, t->mlp.fc1.bias));
     return gradients_are(&t->mlp_own.fc2, t->mlp.fc2.weight, t->mlp.fc2.bias);
+}
+
+/* Attention with a cache: the block of a registry and that of tensors write the same keys, values and outputs. */
+static mt_status cached_check(block_test *t, const mt_self_attention *own) {
+    int64_t groups = mt_self_attention_cache_groups(own), rows = 2 * groups * SEQ, tokens = 2 * SEQ;
+    mt_dtype dtype = t->attention.proj.weight->value.dtype;
+    mt_tensor x = noise_of(t->r, dtype, tokens, HIDDEN, 70), out[2][3];
+    CHECK(groups == mt_self_attention_cache_groups(&t->attention));
+    for (int i = 0; i < 2; i++) {
+        int32_t lengths[2] = {0, 0};
+        mt_kv_cache cache = {.max_seq = SEQ, .lengths = lengths};
+        for (int k = 0; k < 3; k++)
+            out[i][k] = noise_of(t->r, dtype, k ? rows : tokens, k ? own->head_dim : HIDDEN, 80);
+        cache.keys = groups ? out[i][1] : mt_none();
+        cache.values = groups ? out[i][2] : mt_none();
+        MT_TRY(mt_self_attention_cached_forward(t->r->ctx, i ? own : &t->attention, &t->batch, &cache, x, out[i][0]));
+    }
+    for (int k = 0; k < 3; k++) CHECK(same_bits(out[0][k], out[1][k]));
+    return MT_SUCCESS;
 }
 
 static mt_status attention_check(block_test *t, int add) {
     mt_self_attention_desc d = t->c->attention;
     mt_tensor y[2], dx[2];
     mt_ledger forward, backward;
+    mt_self_attention own;
+    mt_param params[8];
     mt_self_attention_saved saved;
     mt_comm *tp = t->r->grid.tp;
     for (int i = 0; i < 2; i++) y[i] = copy_of(t->r, t->x), dx[i] = copy_of(t->r, t->before);
@@ -807,15 +829,17 @@ static mt_status attention_check(block_test *t, int add) {
     d.add_to_dx = add;
     d.no_bias = 0; /* it follows from the tensors */
     mt_comm_ledger_reset(tp);
-    MT_TRY(mt_parallel_attention_forward(t->r->ctx, tp, &t->batch, t->x, &t->attention_own, y[1], &d, &saved));
+    MT_TRY(mt_self_attention_from_tensors(t->r->ctx, tp, add ? "own" : NULL, &d, &t->attention_own, params, &own));
+    MT_TRY(mt_self_attention_forward(t->r->ctx, &own, &t->batch, t->x, y[1], &saved));
     MT_TRY(same_ledgers("attention forward", forward, mt_comm_ledger(tp)));
     mt_comm_ledger_reset(tp);
-    MT_TRY(mt_parallel_attention_backward(t->r->ctx, tp, t->dy, &t->attention_own, dx[1], &d, &saved));
+    MT_TRY(mt_self_attention_backward(t->r->ctx, &own, t->dy, dx[1], &saved));
     MT_TRY(same_ledgers("attention backward", backward, mt_comm_ledger(tp)));
     CHECK(same_bits(y[0], y[1]) && same_bits(dx[0], dx[1]));
     MT_TRY(mt_self_attention_forward(t->r->ctx, &t->attention, &t->batch, t->x, y[0], NULL));
-    MT_TRY(mt_parallel_attention_forward(t->r->ctx, tp, &t->batch, t->x, &t->attention_own, y[1], &d, NULL));
+    MT_TRY(mt_self_attention_forward(t->r->ctx, &own, &t->batch, t->x, y[1], NULL));
     CHECK(same_bits(y[0], y[1]));
+    if (d.scores.mask == MT_MASK_CAUSAL) MT_TRY(cached_check(t, &own));
     if (d.qkv_layout == MT_QKV_SEPARATE)
         for (int i = 0; i < 3; i++)
             MT_TRY(gradients_are(&t->attention_own.separate[i], t->attention.separate[i].weight,
@@ -873,7 +897,7 @@ static mt_status block_rank(mt_comm *world, void *user) {
     return status;
 }
 
-static void test_plain_blocks_are_the_blocks(void **state) {
+static void test_blocks_of_tensors_are_the_blocks(void **state) {
     static const linear_runs runs[] = {{MT_F32, 0, 0}, {MT_BF16, 0, 2}, {MT_F32, 8, 0}};
     (void)state;
     for (size_t i = 0; i < sizeof runs / sizeof *runs; i++)
@@ -888,9 +912,11 @@ static void block_open_alone(block_test *t, test_rank *r) {
     ASSERT_STATUS(r->ctx, MT_SUCCESS, block_open(t));
 }
 
-static void test_plain_mlp_refuses(void **state) {
+static void test_mlp_of_tensors_refuses(void **state) {
     const mt_mlp_desc d = {.hidden = HIDDEN}, wide = {.hidden = HIDDEN, .ffn = 100}, none = {.hidden = 0};
-    const mt_mlp_desc no_bias = {.hidden = HIDDEN, .no_bias = 1};
+    const mt_mlp_desc no_bias = {.hidden = HIDDEN, .no_bias = 1}, init = {.hidden = HIDDEN, .init.std = 1.0f};
+    mt_mlp own, empty;
+    mt_param params[4];
     mt_mlp_saved saved;
     block_test t;
     test_rank r;
@@ -900,50 +926,109 @@ static void test_plain_mlp_refuses(void **state) {
     mt_context *c = r.ctx;
     mt_comm *tp = r.grid.tp;
     mt_mlp_tensors m = t.mlp_own;
-    assert_int_equal(mt_parallel_mlp_forward(NULL, tp, x, &m, y, &d, NULL), MT_ERR_ARGUMENT);
-#define MLP(status, words, ...) REFUSED(c, status, words, mt_parallel_mlp_forward(c, __VA_ARGS__, NULL))
-    MLP(MT_ERR_ARGUMENT, "tp is NULL", NULL, x, &m, y, &d);
-    MLP(MT_ERR_ARGUMENT, "mt_parallel_mlp_forward: tensors is NULL", tp, x, NULL, y, &d);
-    MLP(MT_ERR_ARGUMENT, "mt_parallel_mlp_forward: desc is NULL", tp, x, &m, y, NULL);
-    MLP(MT_ERR_ARGUMENT, "mt_parallel_mlp_forward: 'mlp': hidden is 0", tp, x, &m, y, &none);
-    MLP(MT_ERR_SHAPE, "fc1.w is [192, 48]|[100, 48]", tp, x, &m, y, &wide);
-    MLP(MT_ERR_ARGUMENT, "no_bias", tp, x, &m, y, &no_bias);
-    MLP(MT_ERR_SHAPE, "mt_parallel_mlp_forward: x is [24, 8]", tp, bad, &m, y, &d);
-    MLP(MT_ERR_ARGUMENT, "x [|y|overlap", tp, x, &m, x, &d);
+    assert_int_equal(mt_mlp_from_tensors(NULL, tp, NULL, &d, &m, params, &own), MT_ERR_ARGUMENT);
+#define MLP(status, words, ...) REFUSED(c, status, words, mt_mlp_from_tensors(c, __VA_ARGS__))
+    MLP(MT_ERR_ARGUMENT, "mt_mlp_from_tensors: tp is NULL", NULL, NULL, &d, &m, params, &own);
+    MLP(MT_ERR_ARGUMENT, "mt_mlp_from_tensors: desc is NULL", tp, NULL, NULL, &m, params, &own);
+    MLP(MT_ERR_ARGUMENT, "mt_mlp_from_tensors: tensors is NULL", tp, NULL, &d, NULL, params, &own);
+    MLP(MT_ERR_ARGUMENT, "mt_mlp_from_tensors: params is NULL", tp, NULL, &d, &m, NULL, &own);
+    MLP(MT_ERR_ARGUMENT, "mt_mlp_from_tensors: out is NULL", tp, NULL, &d, &m, params, NULL);
+    MLP(MT_ERR_ARGUMENT, "mt_mlp_from_tensors: 'mlp': hidden is 0", tp, NULL, &none, &m, params, &own);
+    MLP(MT_ERR_ARGUMENT, "mt_mlp_from_tensors: 'own': hidden is 0", tp, "own", &none, &m, params, &own);
+    MLP(MT_ERR_SHAPE, "fc1.w is [192, 48]|[100, 48]", tp, NULL, &wide, &m, params, &own);
+    MLP(MT_ERR_SHAPE, "own.linear_fc1.w is [192, 48]|[100, 48]", tp, "own", &wide, &m, params, &own);
+    MLP(MT_ERR_ARGUMENT, "no_bias", tp, NULL, &no_bias, &m, params, &own);
+    MLP(MT_ERR_ARGUMENT, "init_std", tp, NULL, &init, &m, params, &own);
 #undef MLP
+    memset(&empty, 0, sizeof empty);
+    assert_memory_equal(&own, &empty, sizeof own); /* after an error a call with it is refused */
+    REFUSED(c, MT_ERR_ARGUMENT, "mt_mlp_forward", mt_mlp_forward(c, &own, x, y, NULL));
+    ASSERT_STATUS(c, MT_SUCCESS, mt_mlp_from_tensors(c, tp, NULL, &d, &m, params, &own));
+    REFUSED(c, MT_ERR_SHAPE, "mt_mlp_forward: x is [24, 8]", mt_mlp_forward(c, &own, bad, y, NULL));
+    REFUSED(c, MT_ERR_ARGUMENT, "x [|y|overlap", mt_mlp_forward(c, &own, x, x, NULL));
     assert_true(same_bits(y, t.x));
-    ASSERT_STATUS(c, MT_SUCCESS, mt_parallel_mlp_forward(c, tp, x, &m, y, &d, &saved));
-#define MLP(status, words, ...) REFUSED(c, status, words, mt_parallel_mlp_backward(c, tp, t.dy, __VA_ARGS__))
-    m.fc2.db = mt_none();
-    MLP(MT_ERR_ARGUMENT, "mt_parallel_mlp_backward|db of the row", &m, dx, &d, &saved);
+    ASSERT_STATUS(c, MT_SUCCESS, mt_mlp_forward(c, &own, x, y, &saved));
+    REFUSED(c, MT_ERR_ARGUMENT, "mt_mlp_backward: saved is NULL", mt_mlp_backward(c, &own, t.dy, dx, NULL));
+    REFUSED(c, MT_ERR_ARGUMENT, "saved.fc1.x|overlap", mt_mlp_backward(c, &own, t.dy, x, &saved));
+    m.fc2.db = m.fc1.dw = mt_none();
+    ASSERT_STATUS(c, MT_SUCCESS, mt_mlp_from_tensors(c, tp, NULL, &d, &m, params, &own));
+    REFUSED(c, MT_ERR_ARGUMENT, "mt_mlp_backward|gradient of 'fc1.w'", mt_mlp_backward(c, &own, t.dy, dx, &saved));
+    m.fc1.dw = t.mlp_own.fc1.dw;
+    ASSERT_STATUS(c, MT_SUCCESS, mt_mlp_from_tensors(c, tp, "own", &d, &m, params, &own));
+    REFUSED(c, MT_ERR_ARGUMENT, "gradient of 'own.linear_fc2.b'", mt_mlp_backward(c, &own, t.dy, dx, &saved));
     m = t.mlp_own;
-    m.fc1.dw = mt_none();
-    MLP(MT_ERR_ARGUMENT, "dw of the column", &m, dx, &d, &saved);
-    MLP(MT_ERR_ARGUMENT, "mt_parallel_mlp_backward: saved is NULL", &t.mlp_own, dx, &d, NULL);
-    MLP(MT_ERR_ARGUMENT, "saved.fc1.x|overlap", &t.mlp_own, x, &d, &saved);
-#undef MLP
+    m.fc1.db = mt_none(); /* the layer skips this bias, the block adds to its gradient */
+    ASSERT_STATUS(c, MT_SUCCESS, mt_mlp_from_tensors(c, tp, NULL, &d, &m, params, &own));
+    REFUSED(c, MT_ERR_ARGUMENT, "gradient of 'fc1.b'", mt_mlp_backward(c, &own, t.dy, dx, &saved));
     assert_true(same_bits(dx, t.before));
     assert_true(same_bits(t.mlp_own.fc2.dw, t.mlp.fc2.weight->grad)); /* nothing was added */
     test_paper_rank_close(&r);
 }
 
 /* Nothing sums the gradients of keys and values that several ranks have. */
-static void test_plain_copies_refused(void **state) {
+static void test_copies_of_tensors_refused(void **state) {
     const mt_self_attention_desc d = {.hidden = HIDDEN, .heads = 8, .kv_heads = 2};
     mt_self_attention_tensors s = {.rotary = {0}};
-    mt_batch batch = {.sequences = 1, .seq = 1};
+    mt_self_attention own;
+    mt_param params[8];
     test_rank r;
     (void)state;
     test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, &r);
-    REFUSED(r.ctx, MT_ERR_SHAPE, "mt_parallel_attention_forward: 2 kv_heads|4 tensor ranks",
-            mt_parallel_attention_forward(r.ctx, r.grid.tp, &batch, mt_none(), &s, mt_none(), &d, NULL));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "mt_self_attention_from_tensors: 2 kv_heads|4 tensor ranks",
+            mt_self_attention_from_tensors(r.ctx, r.grid.tp, NULL, &d, &s, params, &own));
     test_paper_rank_close(&r);
 }
 
-static void test_plain_attention_refuses(void **state) {
+static void test_attention_of_tensors_refuses(void **state) {
     const mt_self_attention_desc d = {.hidden = HIDDEN, .heads = 8}, odd = {.hidden = HIDDEN, .heads = 7};
     const mt_self_attention_desc rotary = {.hidden = HIDDEN, .heads = 8, .scores.rotary_base = 1e4f, .max_seq = 20};
     const mt_self_attention_desc alibi = {.hidden = HIDDEN, .heads = 8, .scores.alibi = 1};
+    mt_self_attention own, empty;
+    mt_param params[8];
+    mt_self_attention_saved saved;
+    block_test t;
+    test_rank r;
+    (void)state;
+    block_open_alone(&t, &r);
+    mt_tensor x = t.x, y = copy_of(&r, t.x);
+    mt_context *c = r.ctx;
+    mt_comm *tp = r.grid.tp;
+    mt_self_attention_tensors s = t.attention_own;
+    assert_int_equal(mt_self_attention_from_tensors(NULL, tp, NULL, &d, &s, params, &own), MT_ERR_ARGUMENT);
+#define ATTENTION(status, words, ...) REFUSED(c, status, words, mt_self_attention_from_tensors(c, __VA_ARGS__))
+    ATTENTION(MT_ERR_ARGUMENT, "tp is NULL", NULL, NULL, &d, &s, params, &own);
+    ATTENTION(MT_ERR_ARGUMENT, "mt_self_attention_from_tensors: desc is NULL", tp, NULL, NULL, &s, params, &own);
+    ATTENTION(MT_ERR_ARGUMENT, "mt_self_attention_from_tensors: tensors is NULL", tp, NULL, &d, NULL, params, &own);
+    ATTENTION(MT_ERR_ARGUMENT, "mt_self_attention_from_tensors: params is NULL", tp, NULL, &d, &s, NULL, &own);
+    ATTENTION(MT_ERR_ARGUMENT, "mt_self_attention_from_tensors: out is NULL", tp, NULL, &d, &s, params, NULL);
+    ATTENTION(MT_ERR_SHAPE, "mt_self_attention_from_tensors|hidden is 48|heads 7", tp, NULL, &odd, &s, params, &own);
+    ATTENTION(MT_ERR_SHAPE, "rotary is [0, 0]|[20, 6]", tp, NULL, &rotary, &s, params, &own);
+    s.rotary = x;
+    ATTENTION(MT_ERR_ARGUMENT, "rotary table", tp, NULL, &d, &s, params, &own);
+    s.rotary = mt_none();
+    ATTENTION(MT_ERR_ARGUMENT, "alibi is 1, but alibi_slopes is mt_none()", tp, NULL, &alibi, &s, params, &own);
+    s.alibi_slopes = x;
+    ATTENTION(MT_ERR_SHAPE, "alibi_slopes is|must be [1, 8]", tp, NULL, &alibi, &s, params, &own);
+    ATTENTION(MT_ERR_ARGUMENT, "there are alibi_slopes, but alibi is 0", tp, NULL, &d, &s, params, &own);
+    s.alibi_slopes = mt_none();
+    s.proj.w = with_shape(s.proj.w, HIDDEN, 8, 8);
+    ATTENTION(MT_ERR_SHAPE, "proj.w is [48, 8]|[48, 48]", tp, NULL, &d, &s, params, &own);
+    ATTENTION(MT_ERR_SHAPE, "own.linear_proj.w is [48, 8]|[48, 48]", tp, "own", &d, &s, params, &own);
+    s = t.attention_own;
+    s.qkv.w.dtype = s.qkv.b.dtype = MT_BF16;
+    ATTENTION(MT_ERR_DTYPE, "mt_self_attention_from_tensors|bf16|f32", tp, NULL, &d, &s, params, &own);
+#undef ATTENTION
+    memset(&empty, 0, sizeof empty);
+    assert_memory_equal(&own, &empty, sizeof own); /* after an error a call with it is refused */
+    REFUSED(c, MT_ERR_ARGUMENT, "mt_self_attention_forward",
+            mt_self_attention_forward(c, &own, &t.batch, x, y, &saved));
+    test_paper_rank_close(&r);
+}
+
+static void test_calls_of_attention_of_tensors_refuse(void **state) {
+    const mt_self_attention_desc d = {.hidden = HIDDEN, .heads = 8};
+    mt_self_attention own;
+    mt_param params[8];
     mt_self_attention_saved saved;
     block_test t;
     test_rank r;
@@ -953,44 +1038,28 @@ static void test_plain_attention_refuses(void **state) {
     mt_context *c = r.ctx;
     mt_comm *tp = r.grid.tp;
     mt_self_attention_tensors s = t.attention_own;
-    assert_int_equal(mt_parallel_attention_forward(NULL, tp, &t.batch, x, &s, y, &d, NULL), MT_ERR_ARGUMENT);
-#define ATTENTION(status, words, ...) REFUSED(c, status, words, mt_parallel_attention_forward(c, __VA_ARGS__, NULL))
-    ATTENTION(MT_ERR_ARGUMENT, "tp is NULL", NULL, &t.batch, x, &s, y, &d);
-    ATTENTION(MT_ERR_ARGUMENT, "mt_parallel_attention_forward: tensors is NULL", tp, &t.batch, x, NULL, y, &d);
-    ATTENTION(MT_ERR_ARGUMENT, "mt_parallel_attention_forward: desc is NULL", tp, &t.batch, x, &s, y, NULL);
-    ATTENTION(MT_ERR_SHAPE, "mt_parallel_attention_forward|hidden is 48|heads 7", tp, &t.batch, x, &s, y, &odd);
-    ATTENTION(MT_ERR_SHAPE, "rotary is [0, 0]|[20, 6]", tp, &t.batch, x, &s, y, &rotary);
-    ATTENTION(MT_ERR_ARGUMENT, "batch is NULL", tp, NULL, x, &s, y, &d);
-    ATTENTION(MT_ERR_SHAPE, "mt_parallel_attention_forward: x is [24, 8]", tp, &t.batch, bad, &s, y, &d);
-    s.rotary = x;
-    ATTENTION(MT_ERR_ARGUMENT, "rotary table", tp, &t.batch, x, &s, y, &d);
-    s.rotary = mt_none();
-    ATTENTION(MT_ERR_ARGUMENT, "alibi is 1, but alibi_slopes is mt_none()", tp, &t.batch, x, &s, y, &alibi);
-    s.alibi_slopes = x;
-    ATTENTION(MT_ERR_SHAPE, "alibi_slopes is|must be [1, 8]", tp, &t.batch, x, &s, y, &alibi);
-    ATTENTION(MT_ERR_ARGUMENT, "there are alibi_slopes, but alibi is 0", tp, &t.batch, x, &s, y, &d);
-    s.alibi_slopes = mt_none();
-    s.proj.w = with_shape(s.proj.w, HIDDEN, 8, 8);
-    ATTENTION(MT_ERR_SHAPE, "proj.w is [48, 8]|[48, 48]", tp, &t.batch, x, &s, y, &d);
-    s = t.attention_own;
-#undef ATTENTION
+    ASSERT_STATUS(c, MT_SUCCESS, mt_self_attention_from_tensors(c, tp, NULL, &d, &s, params, &own));
+    REFUSED(c, MT_ERR_ARGUMENT, "batch is NULL", mt_self_attention_forward(c, &own, NULL, x, y, NULL));
+    REFUSED(c, MT_ERR_SHAPE, "mt_self_attention_forward: x is [24, 8]",
+            mt_self_attention_forward(c, &own, &t.batch, bad, y, NULL));
     assert_true(same_bits(y, t.x));
-    ASSERT_STATUS(c, MT_SUCCESS, mt_parallel_attention_forward(c, tp, &t.batch, x, &s, y, &d, &saved));
-#define ATTENTION(status, words, ...)                                                                                  \
-    REFUSED(c, status, words, mt_parallel_attention_backward(c, tp, t.dy, __VA_ARGS__))
-    s.qkv.db = mt_none();
-    ATTENTION(MT_ERR_ARGUMENT, "mt_parallel_attention_backward|db of the column", &s, dx, &d, &saved);
-    s = t.attention_own;
-    ATTENTION(MT_ERR_ARGUMENT, "mt_parallel_attention_backward: saved is NULL", &s, dx, &d, NULL);
-    ATTENTION(MT_ERR_ARGUMENT, "saved.qkv_in.x|overlap", &s, x, &d, &saved);
-    s.qkv.w.dtype = s.qkv.b.dtype = MT_BF16;
-    ATTENTION(MT_ERR_DTYPE, "mt_parallel_attention_backward|bf16|f32", &s, dx, &d, &saved);
-    s = t.attention_own;
+    ASSERT_STATUS(c, MT_SUCCESS, mt_self_attention_forward(c, &own, &t.batch, x, y, &saved));
+#define ATTENTION(status, words, ...) REFUSED(c, status, words, mt_self_attention_backward(c, &own, t.dy, __VA_ARGS__))
+    ATTENTION(MT_ERR_ARGUMENT, "mt_self_attention_backward: saved is NULL", dx, NULL);
+    ATTENTION(MT_ERR_ARGUMENT, "saved.qkv_in.x|overlap", x, &saved);
     saved.qkv.cols--;
-    ATTENTION(MT_ERR_SHAPE, "saved.qkv is [24, 143]|[24, 144]", &s, dx, &d, &saved);
+    ATTENTION(MT_ERR_SHAPE, "saved.qkv is [24, 143]|[24, 144]", dx, &saved);
     saved.qkv.cols++;
     saved.out.rows--;
-    ATTENTION(MT_ERR_SHAPE, "saved.out is [23, 48]|[24, 48]", &s, dx, &d, &saved);
+    ATTENTION(MT_ERR_SHAPE, "saved.out is [23, 48]|[24, 48]", dx, &saved);
+    saved.out.rows++;
+    s.qkv.db = mt_none();
+    ASSERT_STATUS(c, MT_SUCCESS, mt_self_attention_from_tensors(c, tp, NULL, &d, &s, params, &own));
+    ATTENTION(MT_ERR_ARGUMENT, "mt_self_attention_backward|gradient of 'qkv.b'", dx, &saved);
+    s.proj.dw = mt_none();
+    s.qkv.db = t.attention_own.qkv.db;
+    ASSERT_STATUS(c, MT_SUCCESS, mt_self_attention_from_tensors(c, tp, NULL, &d, &s, params, &own));
+    ATTENTION(MT_ERR_ARGUMENT, "gradient of 'proj.w'", dx, &saved);
 #undef ATTENTION
     assert_true(same_bits(dx, t.before));
     assert_true(same_bits(t.attention_own.proj.dw, t.attention.proj.weight->grad)); /* nothing was added */
@@ -999,91 +1068,110 @@ static void test_plain_attention_refuses(void **state) {
 
 /* ---- refusals ---------------------------------------------------------------------------------------------------- */
 
-static void test_plain_row_calls_refuse(void **state) {
+/* A call of a layer of tensors. own_try creates the layer, and calls its forward, or with `saved` its backward. */
+typedef struct own_call {
+    test_rank *r;
+    int row;
+    mt_linear_tensors t;
+    mt_tensor x, y, dx;
+} own_call;
+
+static mt_status own_try(const own_call *o, const mt_linear_desc *d, const mt_linear_saved *saved) {
+    mt_context *c = o->r->ctx;
+    mt_parallel_linear layer;
+    mt_param params[2];
+    if (o->row) MT_TRY(mt_row_parallel_linear_from_tensors(c, o->r->grid.tp, NULL, d, &o->t, params, &layer));
+    else MT_TRY(mt_column_parallel_linear_from_tensors(c, o->r->grid.tp, NULL, d, &o->t, params, &layer));
+    if (!saved) return mt_parallel_linear_forward(c, &layer, o->x, o->y, NULL);
+    return mt_parallel_linear_backward(c, &layer, o->y, o->dx, saved);
+}
+
+static void test_row_layers_of_tensors_refuse(void **state) {
     const mt_linear_desc padded = {.split.padded_out_features = 6},
                          copies = {.unit = 2, .split.copies = 2, .split.copied = 2},
-                         add = {.input_is_parallel = 1, .add_to_dx = 1};
+                         add = {.input_is_parallel = 1, .add_to_dx = 1}, gather = {.gather_output = 1},
+                         split = {.input_is_parallel = 1};
     mt_linear_saved saved;
+    own_call o = {.row = 1};
     test_rank r;
     (void)state;
     test_paper_rank(2, 1, (mt_grid_desc){.tp = 2}, NULL, &r);
-    mt_tensor x = test_tensor(&r, 4, 5, 1.0f), w = test_tensor(&r, 5, 5, 1.0f), y = test_tensor(&r, 4, 5, 7.0f);
-    mt_tensor dw = test_tensor(&r, 5, 5, 7.0f);
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_row_parallel_forward|padded_out_features",
-            mt_row_parallel_forward(r.ctx, r.grid.tp, x, w, mt_none(), y, &padded, NULL));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_row_parallel_forward|sets split.copies",
-            mt_row_parallel_forward(r.ctx, r.grid.tp, x, w, mt_none(), y, &copies, NULL));
+    mt_tensor x = test_tensor(&r, 4, 5, 1.0f), y = test_tensor(&r, 4, 5, 7.0f), dw = test_tensor(&r, 5, 5, 7.0f);
+    o.r = &r;
+    o.x = o.dx = x;
+    o.y = y;
+    o.t = (mt_linear_tensors){test_tensor(&r, 5, 5, 1.0f), mt_none(), dw, mt_none()};
     saved.x = x;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_row_parallel_backward|dx|dy|overlap",
-            mt_row_parallel_backward(r.ctx, r.grid.tp, y, w, y, dw, mt_none(), &add, &saved));
+#define OWN(status, words, ...) REFUSED(r.ctx, status, words, own_try(&o, __VA_ARGS__))
+    OWN(MT_ERR_ARGUMENT, "mt_row_parallel_linear_from_tensors|padded_out_features", &padded, NULL);
+    OWN(MT_ERR_ARGUMENT, "mt_row_parallel_linear_from_tensors|sets split.copies", &copies, NULL);
+    OWN(MT_ERR_ARGUMENT, "mt_row_parallel_linear_from_tensors|gather_output", &gather, NULL);
+    OWN(MT_ERR_SHAPE, "mt_parallel_linear_forward: x is [4, 5]|[4, 10]", NULL, NULL);
+    o.dx = y;
+    OWN(MT_ERR_ARGUMENT, "mt_parallel_linear_backward|dx|dy|overlap", &add, &saved);
+    o.dx = test_tensor(&r, 4, 5, 7.0f);
+    o.t.dw = mt_none();
+    OWN(MT_ERR_ARGUMENT, "mt_parallel_linear_backward|gradient of 'w'", &split, &saved);
+    o.y = with_shape(y, 4, 4, 4);
+    OWN(MT_ERR_SHAPE, "mt_parallel_linear_forward: y is [4, 4]|[4, 5]", &split, NULL);
+#undef OWN
+    test_untouched("y", y.data, 4 * 5, 7.0f);
     test_untouched("dw", dw.data, 5 * 5, 7.0f);
     test_paper_rank_close(&r);
 }
 
-static void test_plain_calls_refuse(void **state) {
+static void test_column_layers_of_tensors_refuse(void **state) {
     const mt_linear_desc sp = {.sequence_parallel = 1}, gather = {.gather_output = 1}, split = {.input_is_parallel = 1};
     const mt_linear_desc sizes = {.in_features = 8, .out_features = 12}, no_bias = {.no_bias = 1};
     const mt_linear_desc std = {.init_std = 1.0f}, parts = {.parts = 2}, shared = {.weight = (mt_param *)8};
     mt_linear_saved saved = {{0}};
+    own_call o = {.row = 0}, good;
     test_rank r;
     (void)state;
     test_paper_rank(2, 1, (mt_grid_desc){.tp = 2}, NULL, &r);
-    mt_context *c = r.ctx;
-    mt_comm *tp = r.grid.tp;
     mt_tensor x = test_tensor(&r, 4, 8, 1.0f), w = test_tensor(&r, 5, 8, 1.0f), b = test_tensor(&r, 1, 5, 1.0f);
     mt_tensor y = test_tensor(&r, 4, 5, 7.0f), dw = test_tensor(&r, 5, 8, 7.0f), db = test_tensor(&r, 1, 5, 7.0f);
     mt_tensor dx = test_tensor(&r, 4, 8, 7.0f), none = mt_none(), half = b;
     half.dtype = MT_BF16;
-    assert_int_equal(mt_column_parallel_forward(NULL, tp, x, w, b, y, NULL, NULL), MT_ERR_ARGUMENT);
-    assert_int_equal(mt_row_parallel_forward(NULL, tp, x, w, b, y, NULL, NULL), MT_ERR_ARGUMENT);
-#define FORWARD(status, words, ...) REFUSED(c, status, words, mt_column_parallel_forward(c, __VA_ARGS__, NULL))
-    FORWARD(MT_ERR_ARGUMENT, "mt_column_parallel_forward|tp is NULL", NULL, x, w, b, y, NULL);
-    FORWARD(MT_ERR_ARGUMENT, "w is NULL", tp, x, none, b, y, NULL);
-    FORWARD(MT_ERR_SHAPE, "mt_column_parallel_forward: x is [4, 7]|[4, 8]", tp, with_shape(x, 4, 7, 8), w, b, y, NULL);
-    FORWARD(MT_ERR_SHAPE, "y is [4, 4]|[4, 5]", tp, x, w, b, with_shape(y, 4, 4, 5), NULL);
-    FORWARD(MT_ERR_SHAPE, "y is [4, 5]|[4, 10]", tp, x, w, b, y, &gather);
-    FORWARD(MT_ERR_SHAPE, "y is [4, 5]|[8, 5]", tp, x, w, b, y, &sp);
-    FORWARD(MT_ERR_SHAPE, "b is [1, 4]|[1, 5]", tp, x, w, with_shape(b, 1, 4, 4), y, NULL);
-    FORWARD(MT_ERR_SHAPE, "w is [5, 8]|[6, 8]", tp, x, w, b, y, &sizes);
-    FORWARD(MT_ERR_SHAPE, "w [5, 7]|ld 8|contiguous", tp, x, with_shape(w, 5, 7, 8), b, y, NULL);
-    FORWARD(MT_ERR_SHAPE, "10 features|2 parts", tp, x, w, b, y, &(mt_linear_desc){.parts = 2, .unit = 3});
-    FORWARD(MT_ERR_ARGUMENT, "out_features is -1", tp, x, with_shape(w, -5, 8, 8), b, y, NULL);
-    FORWARD(MT_ERR_DTYPE, "'b' is bf16|'w' is f32", tp, x, w, half, y, NULL);
-    FORWARD(MT_ERR_ARGUMENT, "input_is_parallel", tp, x, w, b, y, &split);
-    FORWARD(MT_ERR_ARGUMENT, "no_bias", tp, x, w, b, y, &no_bias);
-    FORWARD(MT_ERR_ARGUMENT, "init_std", tp, x, w, b, y, &std);
-    FORWARD(MT_ERR_ARGUMENT, "weight", tp, x, w, b, y, &shared);
-#undef FORWARD
-    REFUSED(c, MT_ERR_ARGUMENT, "mt_row_parallel_forward|gather_output",
-            mt_row_parallel_forward(c, tp, x, w, b, y, &gather, NULL));
-    REFUSED(c, MT_ERR_SHAPE, "mt_row_parallel_forward: x is [4, 8]|[4, 16]",
-            mt_row_parallel_forward(c, tp, x, w, b, y, NULL, NULL));
-    REFUSED(c, MT_ERR_SHAPE, "mt_row_parallel_forward: y is [4, 4]|[4, 5]",
-            mt_row_parallel_forward(c, tp, x, w, b, with_shape(y, 4, 4, 4), &split, NULL));
-#define BACKWARD(status, words, ...) REFUSED(c, status, words, mt_column_parallel_backward(c, __VA_ARGS__))
-    BACKWARD(MT_ERR_ARGUMENT, "mt_column_parallel_backward|saved is NULL", tp, y, w, dx, dw, db, NULL, NULL);
-    BACKWARD(MT_ERR_SHAPE, "saved.x is [0, 0]", tp, y, w, dx, dw, db, NULL, &saved);
+    good = o = (own_call){&r, 0, {w, b, dw, db}, x, y, dx};
+#define OWN(status, words, change, ...)                                                                                \
+    do {                                                                                                               \
+        o = good;                                                                                                      \
+        change;                                                                                                        \
+        REFUSED(r.ctx, status, words, own_try(&o, __VA_ARGS__));                                                       \
+    } while (0)
+    OWN(MT_ERR_ARGUMENT, "mt_column_parallel_linear_from_tensors: w is NULL", o.t.w = none, NULL, NULL);
+    OWN(MT_ERR_SHAPE, "mt_parallel_linear_forward: x is [4, 7]|[4, 8]", o.x = with_shape(x, 4, 7, 8), NULL, NULL);
+    OWN(MT_ERR_SHAPE, "y is [4, 4]|[4, 5]", o.y = with_shape(y, 4, 4, 5), NULL, NULL);
+    OWN(MT_ERR_SHAPE, "y is [4, 5]|[4, 10]", (void)0, &gather, NULL);
+    OWN(MT_ERR_SHAPE, "y is [4, 5]|[8, 5]", (void)0, &sp, NULL);
+    OWN(MT_ERR_SHAPE, "b is [1, 4]|[1, 5]", o.t.b = with_shape(b, 1, 4, 4), NULL, NULL);
+    OWN(MT_ERR_SHAPE, "w is [5, 8]|[6, 8]", (void)0, &sizes, NULL);
+    OWN(MT_ERR_SHAPE, "w [5, 7]|ld 8|contiguous", o.t.w = with_shape(w, 5, 7, 8), NULL, NULL);
+    OWN(MT_ERR_SHAPE, "10 features|2 parts", (void)0, &(mt_linear_desc){.parts = 2, .unit = 3}, NULL);
+    OWN(MT_ERR_ARGUMENT, "out_features is -1", o.t.w = with_shape(w, -5, 8, 8), NULL, NULL);
+    OWN(MT_ERR_DTYPE, "'b' is bf16|'w' is f32", o.t.b = half, NULL, NULL);
+    OWN(MT_ERR_ARGUMENT, "input_is_parallel", (void)0, &split, NULL);
+    OWN(MT_ERR_ARGUMENT, "no_bias", (void)0, &no_bias, NULL);
+    OWN(MT_ERR_ARGUMENT, "init_std", (void)0, &std, NULL);
+    OWN(MT_ERR_ARGUMENT, "weight", (void)0, &shared, NULL);
+    OWN(MT_ERR_SHAPE, "mt_parallel_linear_backward: saved.x is [0, 0]", (void)0, NULL, &saved);
     saved.x = x;
-    BACKWARD(MT_ERR_ARGUMENT, "gradient of 'w'", tp, y, w, dx, none, db, NULL, &saved);
-    BACKWARD(MT_ERR_SHAPE, "dw is [5, 7]|[5, 8]", tp, y, w, dx, with_shape(dw, 5, 7, 7), db, NULL, &saved);
-    BACKWARD(MT_ERR_SHAPE, "db is [1, 4]|[1, 5]", tp, y, w, dx, dw, with_shape(db, 1, 4, 4), NULL, &saved);
-    BACKWARD(MT_ERR_DTYPE, "db is bf16", tp, y, w, dx, dw, half, NULL, &saved);
-    BACKWARD(MT_ERR_SHAPE, "dx is [4, 7]|[4, 8]", tp, y, w, with_shape(dx, 4, 7, 7), dw, db, NULL, &saved);
-    BACKWARD(MT_ERR_ARGUMENT, "dx [|saved.x|overlap", tp, y, w, x, dw, db, &(mt_linear_desc){.add_to_dx = 1}, &saved);
-#undef BACKWARD
-    REFUSED(c, MT_ERR_ARGUMENT, "mt_row_parallel_backward|gradient of 'w'",
-            mt_row_parallel_backward(c, tp, with_shape(y, 4, 5, 5), w, dx, none, db, &split, &saved));
-    REFUSED(c, MT_ERR_ARGUMENT, "mt_row_parallel_backward|saved is NULL",
-            mt_row_parallel_backward(c, tp, y, w, dx, dw, db, &split, NULL));
+    OWN(MT_ERR_ARGUMENT, "gradient of 'w'", o.t.dw = none, NULL, &saved);
+    OWN(MT_ERR_ARGUMENT, "gradient of 'b'", o.t.db = none, NULL, &saved);
+    OWN(MT_ERR_SHAPE, "dw is [5, 7]|[5, 8]", o.t.dw = with_shape(dw, 5, 7, 7), NULL, &saved);
+    OWN(MT_ERR_SHAPE, "db is [1, 4]|[1, 5]", o.t.db = with_shape(db, 1, 4, 4), NULL, &saved);
+    OWN(MT_ERR_DTYPE, "db is bf16", o.t.db = half, NULL, &saved);
+    OWN(MT_ERR_SHAPE, "dx is [4, 7]|[4, 8]", o.dx = with_shape(dx, 4, 7, 7), NULL, &saved);
+    OWN(MT_ERR_ARGUMENT, "dx [|saved.x|overlap", o.dx = x, &(mt_linear_desc){.add_to_dx = 1}, &saved);
+#undef OWN
     test_untouched("y", y.data, 4 * 5, 7.0f);
     test_untouched("dx", dx.data, 4 * 8, 7.0f);
     test_untouched("dw", dw.data, 5 * 8, 7.0f);
     test_paper_rank_close(&r);
     test_paper_rank(2, 1, (mt_grid_desc){.tp = 2}, &(mt_context_desc){.invariant = 4}, &r);
-    w = test_tensor(&r, 6, 8, 1.0f);
-    y = test_tensor(&r, 4, 6, 7.0f);
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'w' has 2 parts",
-            mt_column_parallel_forward(r.ctx, r.grid.tp, x, w, none, y, &parts, NULL));
+    o.t = (mt_linear_tensors){test_tensor(&r, 6, 8, 1.0f), none, none, none};
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'w' has 2 parts", own_try(&o, &parts, NULL));
     test_paper_rank_close(&r);
 }
 
@@ -1159,7 +1247,7 @@ static void test_shards_of_hostile_sizes(void **state) {
     }
 }
 
-static void test_plain_calls_with_hostile_sizes(void **state) {
+static void test_layers_of_tensors_with_hostile_sizes(void **state) {
     test_rank r;
     (void)state;
     test_paper_rank(2, 1, (mt_grid_desc){.tp = 2}, NULL, &r);
@@ -1167,16 +1255,23 @@ static void test_plain_calls_with_hostile_sizes(void **state) {
     for (size_t i = 0; i < HOSTILE * HOSTILE * HOSTILE * HOSTILE; i++) {
         size_t code = i;
         mt_linear_desc d = {0};
-        mt_linear_saved saved = {t};
-        mt_tensor w;
+        mt_linear_tensors own = {none, none, none, none};
         d.in_features = hostile_of(&code);
         d.out_features = hostile_of(&code);
-        w = with_shape(t, hostile_of(&code), hostile_of(&code), 0);
-        w.ld = w.cols;
-        assert_int_not_equal(mt_column_parallel_forward(r.ctx, r.grid.tp, t, w, none, t, &d, NULL), MT_SUCCESS);
-        assert_int_not_equal(mt_row_parallel_forward(r.ctx, r.grid.tp, t, w, none, t, &d, NULL), MT_SUCCESS);
-        assert_int_not_equal(mt_column_parallel_backward(r.ctx, r.grid.tp, t, w, t, w, none, &d, &saved), MT_SUCCESS);
-        assert_int_not_equal(mt_row_parallel_backward(r.ctx, r.grid.tp, t, w, t, w, none, &d, &saved), MT_SUCCESS);
+        own.w = with_shape(t, hostile_of(&code), hostile_of(&code), 0);
+        own.w.ld = own.w.cols;
+        own.dw = own.w;
+        for (int row = 0; row < 2; row++) {
+            mt_parallel_linear layer;
+            mt_linear_saved saved = {t};
+            mt_param params[2];
+            mt_status made =
+                row ? mt_row_parallel_linear_from_tensors(r.ctx, r.grid.tp, NULL, &d, &own, params, &layer)
+                    : mt_column_parallel_linear_from_tensors(r.ctx, r.grid.tp, NULL, &d, &own, params, &layer);
+            if (made != MT_SUCCESS) continue;
+            assert_int_not_equal(mt_parallel_linear_forward(r.ctx, &layer, t, t, NULL), MT_SUCCESS);
+            assert_int_not_equal(mt_parallel_linear_backward(r.ctx, &layer, t, t, &saved), MT_SUCCESS);
+        }
     }
     test_untouched("t", t.data, 8, 7.0f);
     test_paper_rank_close(&r);
@@ -1194,7 +1289,7 @@ static void log_line(void *user, const char *name, uint64_t hash, int differs) {
     if (lines->count++ == 0) snprintf(lines->first, sizeof lines->first, "%s", name);
 }
 
-/* A layer of tensors with a name writes to the hash log, a plain call does not. */
+/* A layer of tensors with a name writes to the hash log, one without does not. */
 static void test_hash_log_of_tensors(void **state) {
     mt_linear_tensors w;
     mt_column_parallel_linear layer;
@@ -1209,10 +1304,12 @@ static void test_hash_log_of_tensors(void **state) {
     w.w = test_tensor(&r, 6, 8, 1.0f);
     w.b = w.dw = w.db = mt_none();
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_hash_log_create(r.ctx, &r.grid, &log));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_forward(r.ctx, r.grid.tp, x, w.w, w.b, y, NULL, &saved));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS,
-                  mt_column_parallel_linear_from_tensors(r.ctx, r.grid.tp, "own", NULL, &w, params, &layer));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_linear_forward(r.ctx, &layer, x, y, &saved));
+    for (int named = 0; named < 2; named++) {
+        const char *name = named ? "own" : NULL;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_column_parallel_linear_from_tensors(r.ctx, r.grid.tp, name, NULL, &w, params, &layer));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_linear_forward(r.ctx, &layer, x, y, &saved));
+    }
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_hash_log_flush(r.ctx, log, log_line, &lines));
     assert_int_equal(lines.count, 1);
     assert_string_equal(lines.first, "own.output");
@@ -1226,18 +1323,19 @@ int main(void) {
         cmocka_unit_test(test_shards_make_the_whole_matrix),
         cmocka_unit_test(test_shard_defaults),
         cmocka_unit_test(test_shards_refuse),
-        cmocka_unit_test(test_plain_linear_is_the_layer),
-        cmocka_unit_test(test_plain_calls_against_double_precision),
-        cmocka_unit_test(test_plain_calls_refuse),
-        cmocka_unit_test(test_plain_row_calls_refuse),
+        cmocka_unit_test(test_layers_of_tensors_are_the_layers),
+        cmocka_unit_test(test_layers_of_tensors_against_double_precision),
+        cmocka_unit_test(test_column_layers_of_tensors_refuse),
+        cmocka_unit_test(test_row_layers_of_tensors_refuse),
         cmocka_unit_test(test_layers_of_tensors_refuse),
-        cmocka_unit_test(test_plain_blocks_are_the_blocks),
+        cmocka_unit_test(test_blocks_of_tensors_are_the_blocks),
         cmocka_unit_test(test_shards_of_hostile_sizes),
-        cmocka_unit_test(test_plain_calls_with_hostile_sizes),
+        cmocka_unit_test(test_layers_of_tensors_with_hostile_sizes),
         cmocka_unit_test(test_hash_log_of_tensors),
-        cmocka_unit_test(test_plain_mlp_refuses),
-        cmocka_unit_test(test_plain_copies_refused),
-        cmocka_unit_test(test_plain_attention_refuses),
+        cmocka_unit_test(test_mlp_of_tensors_refuses),
+        cmocka_unit_test(test_copies_of_tensors_refused),
+        cmocka_unit_test(test_attention_of_tensors_refuses),
+        cmocka_unit_test(test_calls_of_attention_of_tensors_refuse),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

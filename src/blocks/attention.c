@@ -255,7 +255,15 @@ static mt_status mti_attention_proj(mt_context *ctx, const mti_origin *from, con
     return mti_origin_row(ctx, from, name, "linear_proj", &l, out);
 }
 
-/* Makes the layers. out->desc, out->head_dim and out->pieces are set. */
+/* Sets what follows from a desc that was checked. */
+static void mti_attention_begin(const mt_self_attention_desc *d, int64_t pieces, mt_self_attention *out) {
+    memset(out, 0, sizeof *out);
+    out->desc = *d;
+    out->head_dim = d->hidden / d->heads;
+    out->pieces = pieces;
+}
+
+/* Makes the layers. mti_attention_begin was called. */
 static mt_status mti_attention_create(mt_context *ctx, const mti_origin *from, const char *name,
                                       mt_self_attention *out) {
     const mt_self_attention_desc *d = &out->desc;
@@ -286,11 +294,71 @@ MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, co
     if (!d.kv_heads) d.kv_heads = d.heads;
     MT_TRY(mti_attention_check(ctx, "mt_self_attention_create", name, &d, mt_params_shards(params)));
     mark = mt_params_mark(params);
-    memset(out, 0, sizeof *out);
-    out->desc = d;
-    out->head_dim = d.hidden / d.heads;
-    out->pieces = mti_group_pieces(d.heads, d.kv_heads, mt_params_shards(params));
+    mti_attention_begin(&d, mti_group_pieces(d.heads, d.kv_heads, mt_params_shards(params)), out);
     return mt_create_end(params, mark, out, sizeof *out, mti_attention_create(ctx, &from, name, out));
+}
+
+/* Takes the rotary table and the slopes of ALiBi from the caller's tensors. */
+static mt_status mti_own_tables(mt_context *ctx, const char *function, const mt_self_attention_tensors *tensors,
+                                mt_self_attention *out) {
+    const mt_self_attention_desc *d = &out->desc;
+    out->rotary = tensors->rotary;
+    out->alibi_slopes = tensors->alibi_slopes;
+    if (d->scores.rotary_base > 0.0f)
+        MT_TRY(mt_tensor_check(ctx, function, "rotary", tensors->rotary, MT_ARG_F32, d->max_seq,
+                               mti_attention_rotary_dim(d)));
+    else if (tensors->rotary.data)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: there is a rotary table, but rotary_base is 0", function);
+    if (d->scores.alibi && !tensors->alibi_slopes.data)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: alibi is 1, but alibi_slopes is mt_none()", function);
+    if (d->scores.alibi)
+        return mt_tensor_check(ctx, function, "alibi_slopes", tensors->alibi_slopes, MT_ARG_F32, 1,
+                               mti_attention_heads_here(out));
+    if (!tensors->alibi_slopes.data) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: there are alibi_slopes, but alibi is 0", function);
+}
+
+/* Checks that the layers have one type. */
+static mt_status mti_own_types(mt_context *ctx, const char *function, const mti_origin *from) {
+    int i;
+    for (i = 0; i < from->count; i++)
+        if (from->columns[i].w.dtype != from->row->w.dtype)
+            return mt_fail(ctx, MT_ERR_DTYPE, "%s: the weight of column-parallel layer %d is %s, proj.w is %s",
+                           function, i, mt_dtype_name(from->columns[i].w.dtype), mt_dtype_name(from->row->w.dtype));
+    return MT_SUCCESS;
+}
+
+static mt_status mti_own_attention(mt_context *ctx, const char *function, const char *name,
+                                   const mt_self_attention_tensors *tensors, const mti_origin *from,
+                                   mt_self_attention *out) {
+    MT_TRY(mti_attention_create(ctx, from, name, out));
+    MT_TRY(mti_own_types(ctx, function, from));
+    return mti_own_tables(ctx, function, tensors, out);
+}
+
+MT_API mt_status mt_self_attention_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
+                                                const mt_self_attention_desc *desc,
+                                                const mt_self_attention_tensors *tensors, mt_param *params,
+                                                mt_self_attention *out) {
+    static const char *const function = "mt_self_attention_from_tensors";
+    mt_self_attention_desc d;
+    mti_origin from;
+    mt_status status;
+    int shards, separate;
+    MT_TRY(mti_own_block_check(ctx, function, tp, desc, tensors, params, out));
+    d = *desc;
+    if (!d.kv_heads) d.kv_heads = d.heads;
+    shards = mt_context_invariant(ctx) ? mt_context_invariant(ctx) : mt_comm_size(tp);
+    MT_TRY(mti_attention_check(ctx, function, name ? name : "attention", &d, shards));
+    if (d.kv_heads < shards)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld kv_heads cannot be split over %d %s; use mt_self_attention_create",
+                       function, (long long)d.kv_heads, shards, mti_shards_name(ctx));
+    separate = d.qkv_layout == MT_QKV_SEPARATE;
+    from = mti_from_own(tp, separate ? tensors->separate : &tensors->qkv, separate ? 3 : 1, &tensors->proj, params);
+    mti_attention_begin(&d, 1, out);
+    status = mti_own_attention(ctx, function, name ? name : "", tensors, &from, out);
+    if (status != MT_SUCCESS) memset(out, 0, sizeof *out);
+    return status;
 }
 
 /* Returns 1 when the unit of the layer can be a query group: a whole number of heads, at least three (a query, a key
@@ -702,13 +770,19 @@ static mt_status mti_attention_room(mt_context *ctx, const mt_self_attention *a,
     return mt_arena_tensor(ctx, MT_F32, desc->groups * desc->heads_per_group, tokens, &saved->lse);
 }
 
+/* Sets *layers to the layers that compute queries, keys and values. Returns their number. */
+static int mti_qkv_layers(const mt_self_attention *a, const mt_column_parallel_linear **layers) {
+    int separate = a->desc.qkv_layout == MT_QKV_SEPARATE;
+    *layers = separate ? a->separate : &a->qkv;
+    return separate ? 3 : 1;
+}
+
 /* Returns the number of layers that compute queries, keys and values, and sets *layers to the first one and cols[i] to
    the columns of qkv (or dqkv) of each. */
 static int mti_attention_layers(const mt_self_attention *a, mt_tensor qkv, const mt_column_parallel_linear **layers,
                                 mt_tensor cols[3]) {
-    int i, count = a->desc.qkv_layout == MT_QKV_SEPARATE ? 3 : 1;
+    int i, count = mti_qkv_layers(a, layers);
     int64_t first = 0;
-    *layers = count == 3 ? a->separate : &a->qkv;
     for (i = 0; i < count; i++) {
         cols[i] = mt_tensor_cols(qkv, first, (*layers)[i].local_features);
         first += (*layers)[i].local_features;
@@ -843,9 +917,9 @@ static mt_status mti_block_check(mt_context *ctx, const char *function, const mt
     return mti_tokens_check(ctx, function, &a->proj, batch, out_name, out, a->desc.hidden);
 }
 
-static mt_status mti_attention_call_forward(mt_context *ctx, const char *function, const mt_self_attention *attention,
-                                            const mt_batch *batch, mt_tensor x, mt_tensor y,
-                                            mt_self_attention_saved *saved) {
+MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
+                                           mt_tensor x, mt_tensor y, mt_self_attention_saved *saved) {
+    static const char *const function = "mt_self_attention_forward";
     mt_attention_desc desc;
     mt_self_attention_saved local;
     size_t mark;
@@ -863,11 +937,6 @@ static mt_status mti_attention_call_forward(mt_context *ctx, const char *functio
     if (status == MT_SUCCESS && saved) saved->batch = *batch;
     else mt_arena_release(ctx, mark);
     return status;
-}
-
-MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
-                                           mt_tensor x, mt_tensor y, mt_self_attention_saved *saved) {
-    return mti_attention_call_forward(ctx, "mt_self_attention_forward", attention, batch, x, y, saved);
 }
 
 /* Checks desc and the numbers of a cache, with a desc of all groups of the model, and the shapes of the cache on this
@@ -964,8 +1033,17 @@ static mt_status mti_attention_saved_check(mt_context *ctx, const char *function
     return mt_check_activation(ctx, function, a->proj.weight, "saved.out", saved->out, tokens, a->proj.local_features);
 }
 
-static mt_status mti_attention_call_backward(mt_context *ctx, const char *function, const mt_self_attention *attention,
-                                             mt_tensor dy, mt_tensor dx, const mt_self_attention_saved *saved) {
+/* Checks, before anything is computed, that the layers may add to their gradients. */
+static mt_status mti_attention_gradients(mt_context *ctx, const char *function, const mt_self_attention *a) {
+    const mt_column_parallel_linear *layers;
+    int i, count = mti_qkv_layers(a, &layers);
+    for (i = 0; i < count; i++) MT_TRY(mti_layer_gradients(ctx, function, &layers[i]));
+    return mti_layer_gradients(ctx, function, &a->proj);
+}
+
+MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
+                                            mt_tensor dx, const mt_self_attention_saved *saved) {
+    static const char *const function = "mt_self_attention_backward";
     mt_attention_desc desc;
     size_t mark;
     mt_status status;
@@ -978,95 +1056,13 @@ static mt_status mti_attention_call_backward(mt_context *ctx, const char *functi
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "saved.qkv_in.x", saved->qkv_in.x, "dx", dx));
     MT_TRY(mti_attention_saved_check(ctx, function, attention, saved));
-    MT_TRY(mt_check_gradient(ctx, function, attention->proj.weight));
+    MT_TRY(mti_attention_gradients(ctx, function, attention));
     desc = mti_attention_desc(attention, &saved->batch, 1);
     mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("attention backward", mti_attention_backward(ctx, attention, &desc, dy, dx, saved));
     mt_arena_release(ctx, mark);
     return status;
-}
-
-MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
-                                            mt_tensor dx, const mt_self_attention_saved *saved) {
-    return mti_attention_call_backward(ctx, "mt_self_attention_backward", attention, dy, dx, saved);
-}
-
-/* Takes the slopes of ALiBi from the caller's tensors. */
-static mt_status mti_own_slopes(mt_context *ctx, const char *function, const mt_self_attention_tensors *tensors,
-                                mt_self_attention *out) {
-    int64_t heads = mti_attention_heads_here(out);
-    out->alibi_slopes = tensors->alibi_slopes;
-    if (out->desc.scores.alibi && !tensors->alibi_slopes.data)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: alibi is 1, but alibi_slopes is mt_none()", function);
-    if (out->desc.scores.alibi)
-        return mt_tensor_check(ctx, function, "alibi_slopes", tensors->alibi_slopes, MT_ARG_F32, 1, heads);
-    if (!tensors->alibi_slopes.data) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: there are alibi_slopes, but alibi is 0", function);
-}
-
-/* Makes attention of tensors. own has MTI_ORIGIN_PARAMS parameters. */
-static mt_status mti_own_attention(mt_context *ctx, const char *function, mt_comm *tp,
-                                   const mt_self_attention_tensors *tensors, const mt_self_attention_desc *desc,
-                                   mti_origin *from, mt_param *own, mt_self_attention *out) {
-    mt_self_attention_desc d;
-    int i, shards;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!tp || !tensors || !desc)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, !tp ? "tp" : !tensors ? "tensors" : "desc");
-    d = *desc;
-    if (!d.kv_heads) d.kv_heads = d.heads;
-    shards = mt_context_invariant(ctx) ? mt_context_invariant(ctx) : mt_comm_size(tp);
-    MT_TRY(mti_attention_check(ctx, function, "attention", &d, shards));
-    if (d.kv_heads < shards)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld kv_heads cannot be split over %d %s; use mt_self_attention_create",
-                       function, (long long)d.kv_heads, shards, mti_shards_name(ctx));
-    memset(from, 0, sizeof *from);
-    from->tp = tp;
-    from->columns = d.qkv_layout == MT_QKV_SEPARATE ? tensors->separate : &tensors->qkv;
-    from->count = d.qkv_layout == MT_QKV_SEPARATE ? 3 : 1;
-    from->row = &tensors->proj;
-    from->own = own;
-    memset(out, 0, sizeof *out);
-    out->desc = d;
-    out->head_dim = d.hidden / d.heads;
-    out->pieces = 1;
-    if (d.scores.rotary_base > 0.0f)
-        MT_TRY(mt_tensor_check(ctx, function, "rotary", tensors->rotary, MT_ARG_F32, d.max_seq,
-                               mti_attention_rotary_dim(&d)));
-    else if (tensors->rotary.data)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: there is a rotary table, but rotary_base is 0", function);
-    MT_TRY(mti_attention_create(ctx, from, "", out));
-    for (i = 0; i < from->count; i++)
-        if (from->columns[i].w.dtype != from->row->w.dtype)
-            return mt_fail(ctx, MT_ERR_DTYPE, "%s: the weight of column-parallel layer %d is %s, proj.w is %s",
-                           function, i, mt_dtype_name(from->columns[i].w.dtype), mt_dtype_name(from->row->w.dtype));
-    out->rotary = tensors->rotary;
-    return mti_own_slopes(ctx, function, tensors, out);
-}
-
-MT_API mt_status mt_parallel_attention_forward(mt_context *ctx, mt_comm *tp, const mt_batch *batch, mt_tensor x,
-                                               const mt_self_attention_tensors *tensors, mt_tensor y,
-                                               const mt_self_attention_desc *desc, mt_self_attention_saved *saved) {
-    static const char *const function = "mt_parallel_attention_forward";
-    mt_self_attention attention;
-    mti_origin from;
-    mt_param own[MTI_ORIGIN_PARAMS];
-    MT_TRY(mti_own_attention(ctx, function, tp, tensors, desc, &from, own, &attention));
-    return mti_attention_call_forward(ctx, function, &attention, batch, x, y, saved);
-}
-
-MT_API mt_status mt_parallel_attention_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy,
-                                                const mt_self_attention_tensors *tensors, mt_tensor dx,
-                                                const mt_self_attention_desc *desc,
-                                                const mt_self_attention_saved *saved) {
-    static const char *const function = "mt_parallel_attention_backward";
-    mt_self_attention attention;
-    mti_origin from;
-    mt_param own[MTI_ORIGIN_PARAMS];
-    MT_TRY(mti_own_attention(ctx, function, tp, tensors, desc, &from, own, &attention));
-    MT_TRY(mti_origin_gradients(ctx, function, &from));
-    return mti_attention_call_backward(ctx, function, &attention, dy, dx, saved);
 }
 
 static int mti_qkv_sizes_ok(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols) {

@@ -122,22 +122,22 @@ typedef struct mt_self_attention_tensors {
     mt_tensor alibi_slopes;
 } mt_self_attention_tensors;
 
-/* Attention without a registry: mt_self_attention_forward and mt_self_attention_backward on tensors in your own memory.
-   They run the same code and give the same bits. tp is the tensor group. desc has the meaning that it has for
-   mt_self_attention_create, and is read in each call. b mt_none() means no bias. desc.no_bias may be 0, but 1 with a
-   bias is MT_ERR_ARGUMENT. Nothing is logged. Shapes and communication are those of mt_self_attention_forward and
-   mt_self_attention_backward. The caller sums dw and db over the data group. With sequence_parallel, proj.db is the sum
-   over this rank's rows; the caller sums it over the tensor group.
-   Errors: those of mt_self_attention_create, mt_self_attention_forward and mt_column_parallel_linear_from_tensors.
-   MT_ERR_ARGUMENT: rotary does not go with rotary_base, or alibi_slopes with alibi, or, in backward, dw is mt_none(),
-   or db where there is a bias. */
-MT_API mt_status mt_parallel_attention_forward(mt_context *ctx, mt_comm *tp, const mt_batch *batch, mt_tensor x,
-                                               const mt_self_attention_tensors *tensors, mt_tensor y,
-                                               const mt_self_attention_desc *desc, mt_self_attention_saved *saved);
-MT_API mt_status mt_parallel_attention_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy,
-                                                const mt_self_attention_tensors *tensors, mt_tensor dx,
+/* Creates attention of tensors in your own memory, without a registry. mt_self_attention_forward,
+   mt_self_attention_backward and mt_self_attention_cached_forward take it, and compute the same bits as for attention
+   of a registry. It fills params, an array of 4, with MT_QKV_SEPARATE of 8. The block points into params, and uses tp
+   and the memory of the tensors: all must outlive it. *tensors and name are copied. The block needs no destroy. tp is
+   the tensor group. name, for messages and the hash log, may be NULL: then nothing is logged. desc has the meaning that
+   it has for mt_self_attention_create, except for the bias: b mt_none() means no bias. desc->no_bias may be 0, but 1
+   with a bias is MT_ERR_ARGUMENT. init must be 0 (MT_ERR_ARGUMENT). No communication.
+   The caller sums dw and db over the data group. With sequence_parallel, proj.db is the sum over this rank's rows; the
+   caller sums it over the tensor group.
+   Errors: those of mt_self_attention_create and mt_column_parallel_linear_from_tensors. MT_ERR_ARGUMENT: rotary does
+   not go with rotary_base, or alibi_slopes with alibi. A backward without dw, or without db where there is a bias, is
+   MT_ERR_ARGUMENT. */
+MT_API mt_status mt_self_attention_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
                                                 const mt_self_attention_desc *desc,
-                                                const mt_self_attention_saved *saved);
+                                                const mt_self_attention_tensors *tensors, mt_param *params,
+                                                mt_self_attention *out);
 
 /* QK-norm (arXiv 2302.05442; q_layernorm and k_layernorm of Megatron-LM) normalises each query head and each key head.
    All query heads have one gain, and all key heads have another. create uses desc for both norm layers: desc->features

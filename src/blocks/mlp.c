@@ -8,9 +8,6 @@
 #include "../parallel/authors.h"
 #include "../ops/system.h"
 
-#define MTI_ORIGIN_COLUMNS 3
-#define MTI_ORIGIN_PARAMS (2 * MTI_ORIGIN_COLUMNS + 2) /* a weight and a bias for each layer */
-
 /* Where a block has its linear layers from, up to three column-parallel ones and a row-parallel one: a registry, or
    tensors of the caller. */
 typedef struct mti_origin {
@@ -18,7 +15,7 @@ typedef struct mti_origin {
     mt_comm *tp;
     const mt_linear_tensors *columns, *row;
     int count;     /* of columns */
-    mt_param *own; /* MTI_ORIGIN_PARAMS, for the layers of tensors */
+    mt_param *own; /* of tensors: a weight and a bias for each column-parallel layer and for the row-parallel one */
 } mti_origin;
 
 static mti_origin mti_from_registry(mt_params *params) {
@@ -28,24 +25,35 @@ static mti_origin mti_from_registry(mt_params *params) {
     return s;
 }
 
-/* Returns what messages call a layer of tensors: its suffix without "linear_". */
-static const char *mti_origin_name(const char *suffix) {
-    return strncmp(suffix, "linear_", 7) == 0 ? suffix + 7 : suffix;
+static mti_origin mti_from_own(mt_comm *tp, const mt_linear_tensors *columns, int count, const mt_linear_tensors *row,
+                               mt_param *own) {
+    mti_origin s;
+    memset(&s, 0, sizeof s);
+    s.tp = tp;
+    s.columns = columns;
+    s.row = row;
+    s.count = count;
+    s.own = own;
+    return s;
 }
 
-/* Makes a column-parallel layer of a block: NAME.SUFFIX in a registry, or columns[index]. A layer of tensors has no
-   name, so that nothing is logged, and leaves a bias to the activation only if it has one. */
+/* Writes NAME.SUFFIX to full. A layer of tensors may have no name: then messages call it SUFFIX without "linear_". */
+static mt_status mti_origin_name(mt_context *ctx, const mti_origin *s, const char *name, const char *suffix,
+                                 char *full) {
+    if (s->params || name[0]) return mt_param_name(ctx, full, name, suffix);
+    snprintf(full, MT_NAME_MAX, "%s", suffix + (strncmp(suffix, "linear_", 7) == 0 ? 7 : 0));
+    return MT_SUCCESS;
+}
+
+/* Makes a column-parallel layer of a block: NAME.SUFFIX in a registry, or columns[index]. A layer of tensors without a
+   name gets none, so that nothing is logged. */
 static mt_status mti_origin_column(mt_context *ctx, const mti_origin *s, int index, const char *name,
                                    const char *suffix, const mt_linear_desc *desc, mt_column_parallel_linear *out) {
-    mt_linear_desc d = *desc;
     char full[MT_NAME_MAX];
-    if (s->params) {
-        MT_TRY(mt_param_name(ctx, full, name, suffix));
-        return mt_column_parallel_linear_create(ctx, s->params, full, desc, out);
-    }
-    MT_TRY(mt_column_parallel_linear_from_tensors(ctx, s->tp, mti_origin_name(suffix), &d, &s->columns[index],
-                                                  s->own + 2 * index, out));
-    out->name[0] = 0;
+    MT_TRY(mti_origin_name(ctx, s, name, suffix, full));
+    if (s->params) return mt_column_parallel_linear_create(ctx, s->params, full, desc, out);
+    MT_TRY(mt_column_parallel_linear_from_tensors(ctx, s->tp, full, desc, &s->columns[index], s->own + 2 * index, out));
+    if (!name[0]) out->name[0] = 0;
     return MT_SUCCESS;
 }
 
@@ -53,28 +61,25 @@ static mt_status mti_origin_column(mt_context *ctx, const mti_origin *s, int ind
 static mt_status mti_origin_row(mt_context *ctx, const mti_origin *s, const char *name, const char *suffix,
                                 const mt_linear_desc *desc, mt_row_parallel_linear *out) {
     char full[MT_NAME_MAX];
-    if (s->params) {
-        MT_TRY(mt_param_name(ctx, full, name, suffix));
-        return mt_row_parallel_linear_create(ctx, s->params, full, desc, out);
-    }
-    MT_TRY(mt_row_parallel_linear_from_tensors(ctx, s->tp, mti_origin_name(suffix), desc, s->row,
-                                               s->own + 2 * MTI_ORIGIN_COLUMNS, out));
-    out->name[0] = 0;
+    MT_TRY(mti_origin_name(ctx, s, name, suffix, full));
+    if (s->params) return mt_row_parallel_linear_create(ctx, s->params, full, desc, out);
+    MT_TRY(mt_row_parallel_linear_from_tensors(ctx, s->tp, full, desc, s->row, s->own + 2 * s->count, out));
+    if (!name[0]) out->name[0] = 0;
     return MT_SUCCESS;
 }
 
-static mt_status mti_origin_gradient(mt_context *ctx, const char *function, const mt_linear_tensors *t,
-                                     const char *which) {
-    if (t->dw.data && (!t->b.data || t->db.data)) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the gradient %s of the %s-parallel layer is NULL", function,
-                   t->dw.data ? "db" : "dw", which);
+/* Checks the pointers of mt_..._from_tensors. */
+static mt_status mti_own_block_check(mt_context *ctx, const char *function, const mt_comm *tp, const void *desc,
+                                     const void *tensors, const mt_param *params, const void *out) {
+    const char *missing = !tp ? "tp" : !desc ? "desc" : !tensors ? "tensors" : !params ? "params" : !out ? "out" : NULL;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    return missing ? mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, missing) : MT_SUCCESS;
 }
 
-/* Checks, before the backward of a block of tensors, that all layers have gradients. */
-static mt_status mti_origin_gradients(mt_context *ctx, const char *function, const mti_origin *s) {
-    int i;
-    for (i = 0; i < s->count; i++) MT_TRY(mti_origin_gradient(ctx, function, &s->columns[i], "column"));
-    return mti_origin_gradient(ctx, function, s->row, "row");
+/* Checks, before the backward of a block does anything, that a layer of it may add to its gradients. */
+static mt_status mti_layer_gradients(mt_context *ctx, const char *function, const mt_parallel_linear *layer) {
+    MT_TRY(mt_check_gradient(ctx, function, layer->weight));
+    return mt_check_gradient(ctx, function, layer->desc.skip_bias_add ? NULL : layer->bias);
 }
 
 /* Makes the two linear layers. d->ffn is set. */
@@ -110,11 +115,17 @@ static mt_status mti_init_check(mt_context *ctx, const char *function, const cha
     return mt_check_float(ctx, function, name, "init.output_std", output_std, MT_FLOAT_AT_LEAST_0);
 }
 
-static mt_status mti_mlp_desc_check(mt_context *ctx, const char *function, const char *name, const mt_mlp_desc *d) {
+/* Checks desc and sets out->desc. */
+static mt_status mti_mlp_begin(mt_context *ctx, const char *function, const char *name, const mt_mlp_desc *d,
+                               mt_mlp *out) {
     MT_TRY(mt_check_integer(ctx, function, name, "hidden", d->hidden, 1, INT32_MAX));
     MT_TRY(mt_check_integer(ctx, function, name, "ffn", d->ffn, 0, INT32_MAX));
     MT_TRY(mt_check_enum(ctx, function, name, "activation", (int)d->activation, MT_ACTIVATION_WORDS));
-    return mti_init_check(ctx, function, name, &d->init);
+    MT_TRY(mti_init_check(ctx, function, name, &d->init));
+    memset(out, 0, sizeof *out);
+    out->desc = *d;
+    if (!d->ffn) out->desc.ffn = 4 * d->hidden;
+    return MT_SUCCESS;
 }
 
 MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *desc,
@@ -125,12 +136,22 @@ MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *n
     MT_TRY(mt_create_check(ctx, "mt_mlp_create", params, desc, out));
     MT_TRY(mt_layer_name(ctx, params, name, full));
     name = full;
-    MT_TRY(mti_mlp_desc_check(ctx, "mt_mlp_create", name, desc));
+    MT_TRY(mti_mlp_begin(ctx, "mt_mlp_create", name, desc, out));
     mark = mt_params_mark(params);
-    memset(out, 0, sizeof *out);
-    out->desc = *desc;
-    if (!desc->ffn) out->desc.ffn = 4 * desc->hidden;
     return mt_create_end(params, mark, out, sizeof *out, mti_mlp_create(ctx, &from, name, &out->desc, out));
+}
+
+MT_API mt_status mt_mlp_from_tensors(mt_context *ctx, mt_comm *tp, const char *name, const mt_mlp_desc *desc,
+                                     const mt_mlp_tensors *tensors, mt_param *params, mt_mlp *out) {
+    static const char *const function = "mt_mlp_from_tensors";
+    mti_origin from;
+    mt_status status;
+    MT_TRY(mti_own_block_check(ctx, function, tp, desc, tensors, params, out));
+    MT_TRY(mti_mlp_begin(ctx, function, name ? name : "mlp", desc, out));
+    from = mti_from_own(tp, &tensors->fc1, 1, &tensors->fc2, params);
+    status = mti_mlp_create(ctx, &from, name ? name : "", &out->desc, out);
+    if (status != MT_SUCCESS) memset(out, 0, sizeof *out);
+    return status;
 }
 
 /* Returns rows [first, first + count) of t. Returns t when it is mt_none(). */
@@ -167,8 +188,8 @@ static mt_status mti_mlp_check(mt_context *ctx, const char *function, const mt_m
     return mt_check_activation(ctx, function, mlp->fc1.weight, out_name, out, in.rows, mlp->desc.hidden);
 }
 
-static mt_status mti_mlp_call_forward(mt_context *ctx, const char *function, const mt_mlp *mlp, mt_tensor x,
-                                      mt_tensor y, mt_mlp_saved *saved) {
+MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved) {
+    static const char *const function = "mt_mlp_forward";
     mt_mlp_saved local;
     size_t mark;
     mt_status status;
@@ -181,10 +202,6 @@ static mt_status mti_mlp_call_forward(mt_context *ctx, const char *function, con
     return status;
 }
 
-MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved) {
-    return mti_mlp_call_forward(ctx, "mt_mlp_forward", mlp, x, y, saved);
-}
-
 static mt_status mti_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx,
                                   const mt_mlp_saved *saved) {
     mt_tensor dh;
@@ -195,8 +212,9 @@ static mt_status mti_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor 
     return mt_parallel_linear_backward(ctx, &mlp->fc1, dh, dx, &saved->fc1);
 }
 
-static mt_status mti_mlp_call_backward(mt_context *ctx, const char *function, const mt_mlp *mlp, mt_tensor dy,
-                                       mt_tensor dx, const mt_mlp_saved *saved) {
+MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx,
+                                 const mt_mlp_saved *saved) {
+    static const char *const function = "mt_mlp_backward";
     size_t mark;
     mt_status status;
     MT_TRY(mti_mlp_check(ctx, function, mlp, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
@@ -205,54 +223,10 @@ static mt_status mti_mlp_call_backward(mt_context *ctx, const char *function, co
     MT_TRY(mt_check_sent(ctx, function, mlp->fc1.tp, mlp->desc.sequence_parallel, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "saved.fc1.x", saved->fc1.x, "dx", dx));
-    MT_TRY(mt_check_gradient(ctx, function, mlp->fc1.weight));
+    MT_TRY(mti_layer_gradients(ctx, function, &mlp->fc1));
+    MT_TRY(mti_layer_gradients(ctx, function, &mlp->fc2));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));
     mt_arena_release(ctx, mark);
     return status;
-}
-
-MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx,
-                                 const mt_mlp_saved *saved) {
-    return mti_mlp_call_backward(ctx, "mt_mlp_backward", mlp, dy, dx, saved);
-}
-
-/* Makes an MLP of tensors. own has MTI_ORIGIN_PARAMS parameters. */
-static mt_status mti_own_mlp(mt_context *ctx, const char *function, mt_comm *tp, const mt_mlp_tensors *tensors,
-                             const mt_mlp_desc *desc, mti_origin *from, mt_param *own, mt_mlp *out) {
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!tensors || !desc)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, tensors ? "desc" : "tensors");
-    MT_TRY(mti_mlp_desc_check(ctx, function, "mlp", desc));
-    memset(from, 0, sizeof *from);
-    from->tp = tp;
-    from->columns = &tensors->fc1;
-    from->count = 1;
-    from->row = &tensors->fc2;
-    from->own = own;
-    memset(out, 0, sizeof *out);
-    out->desc = *desc;
-    if (!desc->ffn) out->desc.ffn = 4 * desc->hidden;
-    return mti_mlp_create(ctx, from, "", &out->desc, out);
-}
-
-MT_API mt_status mt_parallel_mlp_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, const mt_mlp_tensors *tensors,
-                                         mt_tensor y, const mt_mlp_desc *desc, mt_mlp_saved *saved) {
-    static const char *const function = "mt_parallel_mlp_forward";
-    mti_origin from;
-    mt_param own[MTI_ORIGIN_PARAMS];
-    mt_mlp mlp;
-    MT_TRY(mti_own_mlp(ctx, function, tp, tensors, desc, &from, own, &mlp));
-    return mti_mlp_call_forward(ctx, function, &mlp, x, y, saved);
-}
-
-MT_API mt_status mt_parallel_mlp_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, const mt_mlp_tensors *tensors,
-                                          mt_tensor dx, const mt_mlp_desc *desc, const mt_mlp_saved *saved) {
-    static const char *const function = "mt_parallel_mlp_backward";
-    mti_origin from;
-    mt_param own[MTI_ORIGIN_PARAMS];
-    mt_mlp mlp;
-    MT_TRY(mti_own_mlp(ctx, function, tp, tensors, desc, &from, own, &mlp));
-    MT_TRY(mti_origin_gradients(ctx, function, &from));
-    return mti_mlp_call_backward(ctx, function, &mlp, dy, dx, saved);
 }

@@ -61,14 +61,15 @@ typedef struct mt_mlp_tensors {
     mt_linear_tensors fc1, fc2;
 } mt_mlp_tensors;
 
-/* The MLP without a registry: mt_mlp_forward and mt_mlp_backward on tensors in your own memory. They run the same code
-   and give the same bits. tp is the tensor group. desc has the meaning that it has for mt_mlp_create, and is read in
-   each call. b mt_none() means no bias. desc.no_bias may be 0, but 1 with a bias is MT_ERR_ARGUMENT. Nothing is logged.
-   Shapes and communication are those of mt_mlp_forward and mt_mlp_backward. The caller sums dw and db over the data
-   group. With sequence_parallel, fc2.db is the sum over this rank's rows; the caller sums it over the tensor group.
-   Errors: those of mt_mlp_create, mt_mlp_forward and mt_column_parallel_linear_from_tensors. MT_ERR_ARGUMENT
-   (backward): dw is mt_none(), or db where there is a bias. */
-MT_API mt_status mt_parallel_mlp_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, const mt_mlp_tensors *tensors,
-                                         mt_tensor y, const mt_mlp_desc *desc, mt_mlp_saved *saved);
-MT_API mt_status mt_parallel_mlp_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, const mt_mlp_tensors *tensors,
-                                          mt_tensor dx, const mt_mlp_desc *desc, const mt_mlp_saved *saved);
+/* Creates an MLP of tensors in your own memory, without a registry. mt_mlp_forward and mt_mlp_backward take it, and
+   compute the same bits as for an MLP of a registry. It fills params, an array of 4. The MLP points into params, and
+   uses tp and the memory of the tensors: all must outlive it. *tensors and name are copied. The MLP needs no destroy.
+   tp is the tensor group. name, for messages and the hash log, may be NULL: then nothing is logged. desc has the
+   meaning that it has for mt_mlp_create, except for the bias: b mt_none() means no bias. desc->no_bias may be 0, but 1
+   with a bias is MT_ERR_ARGUMENT. init must be 0 (MT_ERR_ARGUMENT). No communication.
+   The caller sums dw and db over the data group. With sequence_parallel, fc2.db is the sum over this rank's rows; the
+   caller sums it over the tensor group.
+   Errors: those of mt_mlp_create and mt_column_parallel_linear_from_tensors. A backward without dw, or without db where
+   there is a bias, is MT_ERR_ARGUMENT. */
+MT_API mt_status mt_mlp_from_tensors(mt_context *ctx, mt_comm *tp, const char *name, const mt_mlp_desc *desc,
+                                     const mt_mlp_tensors *tensors, mt_param *params, mt_mlp *out);

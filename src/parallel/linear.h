@@ -118,6 +118,11 @@ typedef struct mt_linear_tensors {
    desc has the meaning that it has for a layer of a registry, except for the bias, and that in_features and
    out_features may be 0: then the split dimension has no padding. b mt_none() means no bias. desc.no_bias may be 0, but
    1 with a bias is MT_ERR_ARGUMENT. desc NULL: the defaults.
+       mt_linear_tensors t = {.w = w, .b = b, .dw = dw, .db = db};      mt_param params[2];
+       mt_parallel_linear fc1;         mt_linear_desc whole = {.gather_output = 1};   // y [tokens, out] on every rank
+       MT_TRY(mt_column_parallel_linear_from_tensors(ctx, grid.tp, "fc1", &whole, &t, params, &fc1));
+       MT_TRY(mt_parallel_linear_forward(ctx, &fc1, x, y, &saved));
+       MT_TRY(mt_parallel_linear_backward(ctx, &fc1, dy, dx, &saved));
    The caller sums the gradients over the data group. With sequence_parallel, db of a row-parallel layer is the sum over
    this rank's rows, and the caller also sums it over the tensor group. No communication.
    Errors: MT_ERR_SHAPE (a tensor has another shape than desc says or is not contiguous, parts * unit does not divide
@@ -130,28 +135,6 @@ MT_API mt_status mt_column_parallel_linear_from_tensors(mt_context *ctx, mt_comm
 MT_API mt_status mt_row_parallel_linear_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
                                                      const mt_linear_desc *desc, const mt_linear_tensors *tensors,
                                                      mt_param *params, mt_parallel_linear *out);
-
-/* Plain calls: a column- or row-parallel linear on tensors in your own memory. Each call is that of a layer from
-   mt_column_parallel_linear_from_tensors or mt_row_parallel_linear_from_tensors: the shapes of x, y, dy and dx, what
-   may overlap, the communication and the errors are those of the layer. desc is read in each call. Pass the same desc
-   to forward and backward; only add_to_dx may differ, and forward ignores it. w, b, dw, db are those of
-   mt_linear_tensors. b mt_none() means no bias. desc.no_bias may be 0, but 1 with a bias is MT_ERR_ARGUMENT. dx may be
-   mt_none(): it is not computed. Backward adds to dw and db, and overwrites dx, or with add_to_dx adds to it. It needs
-   dw (MT_ERR_ARGUMENT). With db mt_none() it computes no bias gradient, also when forward had b. saved NULL: inference.
-   Nothing is logged.
-       mt_linear_desc whole = {.gather_output = 1};                // y [tokens, out] on every rank
-       MT_TRY(mt_column_parallel_forward(ctx, grid.tp, x, w, b, y, &whole, &saved));
-       MT_TRY(mt_column_parallel_backward(ctx, grid.tp, dy, w, dx, dw, db, &whole, &saved)); */
-MT_API mt_status mt_column_parallel_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, mt_tensor w, mt_tensor b,
-                                            mt_tensor y, const mt_linear_desc *desc, mt_linear_saved *saved);
-MT_API mt_status mt_column_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, mt_tensor w, mt_tensor dx,
-                                             mt_tensor dw, mt_tensor db, const mt_linear_desc *desc,
-                                             const mt_linear_saved *saved);
-MT_API mt_status mt_row_parallel_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, mt_tensor w, mt_tensor b,
-                                         mt_tensor y, const mt_linear_desc *desc, mt_linear_saved *saved);
-MT_API mt_status mt_row_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, mt_tensor w, mt_tensor dx,
-                                          mt_tensor dw, mt_tensor db, const mt_linear_desc *desc,
-                                          const mt_linear_saved *saved);
 
 /* Run `count` layers of one kind, in arrays with one entry for each layer, that share f or g.
      column-parallel  The layers read the same x: x, dx and saved have one entry for all layers. Forward gathers x once
