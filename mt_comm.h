@@ -18,6 +18,9 @@
    To run ranks as processes, on one machine or many, call mt_world_from_env instead of mt_launch and start the program
    with torchrun, srun or mpirun. Without a launcher the same program runs its ranks as threads.
 
+   The chapters for users come first. The chapters behind them, "for authors of ...", are for programs with operators,
+   layers or transports of their own.
+
    The library starts no processes, keeps no global state, and never calls exit or abort. A rank that waits for another
    rank spins briefly and then sleeps.
 
@@ -129,12 +132,8 @@ MT_API const char *mt_status_string(mt_status status);
        ignore_index                     of the cross-entropy and of models: targets of 0 have no loss
    In the other fields zero is no useful value, and MT_ZERO is refused as out of range; in a norm, for instance, an eps
    of 0 divides by zero when all features are equal. Fields without "0: x", such as weight_decay, temperature, dropout
-   and seed, take 0 as it is.
-   mt_or_default is for authors of blocks: it returns the number that a field means, where 0 selects `otherwise`. */
+   and seed, take 0 as it is. mt_or_default returns the number that such a field means. */
 #define MT_ZERO INT32_MIN
-static inline float mt_or_default(float value, float otherwise) {
-    return value == (float)MT_ZERO ? 0.0f : value == 0.0f ? otherwise : value;
-}
 
 /* ---- data types and tensor views (src/comm/tensor.h) ------------------------------------------------------------- */
 
@@ -255,16 +254,13 @@ static inline mt_status mt_context_create(mt_comm *world, const mt_context_desc 
 }
 MT_API void mt_context_destroy(mt_context *ctx); /* waits for the GPU; NULL is allowed */
 MT_API mt_device mt_context_device(const mt_context *ctx);
-MT_API int mt_device_count(mt_device device);           /* number of GPUs (0: CUDA is not built); other devices: 1 */
-MT_API int mt_context_invariant(const mt_context *ctx); /* V, or 0 */
-MT_API int mt_context_invariant_data(const mt_context *ctx); /* V_d, or 0 */
+MT_API int mt_device_count(mt_device device); /* number of GPUs (0: CUDA is not built); other devices: 1 */
 
 /* On MT_DEVICE_CUDA, calls put their work into the context's stream, in the order of the calls.
    mt_context_synchronize waits until all work in the stream is done. On other devices it returns at once. Errors:
    MT_ERR_TIMEOUT or MT_ERR_PEER (a collective over NCCL does not end), MT_ERR_SYSTEM (CUDA failed), MT_ERR_DATA (a
    kernel has found data out of range: see mt_ids_check; this is reported once). */
 MT_API mt_status mt_context_synchronize(mt_context *ctx);
-MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx); /* a cudaStream_t; NULL on other devices */
 
 /* The message of the last error of a call with ctx, or "" when no call has failed. The string belongs to ctx. When ctx
    is NULL, the message is "the context is NULL". */
@@ -315,11 +311,6 @@ MT_API mt_status mt_comm_create_local(int ranks, double timeout_s, mt_comm **com
    Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
 MT_API mt_status mt_comm_create_meta(int size, int rank, mt_comm **out);
 
-/* Says how far the last rank of a meta communicator is from its first one, counted in ranks of the whole program.
-   mt_grid_create sets this span for its groups. A prediction of time needs it, because ranks that are far apart are in
-   different nodes. At first it is size - 1: all ranks are neighbours. A smaller span is ignored. */
-MT_API void mt_comm_set_span(mt_comm *comm, int span);
-
 /* Splits comm into groups, as MPI_Comm_split does. Ranks with the same color form a group, ordered by key, then by rank
    in comm. color < 0 gives *out = NULL. The new group has the timeout of comm. Collective over comm. A meta
    communicator cannot be split: use mt_comm_create_meta. Errors: MT_ERR_MEMORY, and those of a collective. */
@@ -337,7 +328,6 @@ MT_API void mt_comm_destroy(mt_comm *comm);
    communicator is NULL". */
 MT_API int mt_comm_rank(const mt_comm *comm);
 MT_API int mt_comm_size(const mt_comm *comm);
-MT_API int mt_comm_is_meta(const mt_comm *comm);
 MT_API void mt_comm_set_name(mt_comm *comm, const char *name); /* used in messages; keeps 15 characters */
 MT_API const char *mt_comm_name(const mt_comm *comm);
 MT_API const char *mt_comm_last_error(const mt_comm *comm);
@@ -441,50 +431,6 @@ MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, i
    MT_ERR_MEMORY, MT_ERR_SYSTEM (MPI failed). A sentence about versions or a fork goes to stderr. */
 MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_comm **out);
 
-/* ---- communicators over a transport of the program (src/comm/transport.h) ---------------------------------------- */
-
-/* A transport moves bytes between ranks that are processes or threads: over sockets, shared memory, or a library that
-   mt_comm.h does not know. The program writes two functions. From them the library makes every collective, send, split
-   and error message. Reductions add in the tree of the other transports, so their results have the same bits.
-
-   Each two ranks have a stream of bytes in each direction. Bytes arrive once, and in the order in which they were sent.
-   The functions do not wait for other ranks, as send(2) and recv(2) with MSG_DONTWAIT do not:
-   send   takes the first of the `bytes` bytes at `data` for rank `peer`, and stores in *moved how many. They will
-          arrive, whatever this rank does next, and the library may overwrite `data`. *moved == 0: it takes none now
-   recv   stores the next bytes from rank `peer` at `data`, at most `bytes`, and their number in *moved. *moved == 0:
-          none have arrived yet
-   state is the pointer that mt_comm_create_transport got. peer is another rank of that communicator, also in calls on
-   groups that are split from it. bytes is at least 1, and *moved is 0 before the call.
-
-   Errors. Both return MT_SUCCESS. Any other status ends the stream: the function is not called for this peer again, and
-   calls that need the stream fail. MT_ERR_TIMEOUT stays MT_ERR_TIMEOUT, every other status becomes MT_ERR_PEER, and the
-   message names the transport. When the other rank is gone, return MT_ERR_PEER, from recv after the last bytes.
-
-   Threads. The functions are called only inside calls on the communicator and on its groups, by the thread that makes
-   the call, so never twice at a time with one state. Memory that several states share is the transport's to lock. The
-   functions must not call the library with these communicators, and must not throw. */
-typedef struct mt_transport {
-    const char *name; /* for messages */
-    mt_status (*send)(void *state, int peer, const void *data, size_t bytes, size_t *moved);
-    mt_status (*recv)(void *state, int peer, void *data, size_t bytes, size_t *moved);
-} mt_transport;
-
-/* Creates a communicator of `ranks` (1 to 1024) threads or processes over a transport, for contexts on CPUs.
-   Collective: each rank waits for all others. *transport, its name and state stay the caller's and must outlive *out
-   and the groups split from it. timeout_s <= 0: MT_TIMEOUT_DEFAULT. A group of one does not use the transport.
-
-   *out works like a communicator over MPI: the ranks compare their calls; a rank that leaves or fails tells the others,
-   which get MT_ERR_PEER at once; the library ends waits after the timeout; and the last mt_comm_destroy waits for the
-   other ranks. Afterwards the transport is not used. After an error the library no longer uses the buffers of the call,
-   but a stream to a rank that was sent a part of a message ends. On GPUs, pass *out to mt_comm_create_for. See
-   docs/many-ranks.md, "A transport of your own".
-
-   Errors (there is no communicator yet that could have a message): MT_ERR_ARGUMENT (NULL, ranks, rank), MT_ERR_MEMORY,
-   MT_ERR_MISMATCH (the ranks have different numbers of ranks, or versions of megatron.h), MT_ERR_TIMEOUT (a rank did
-   not call in time), MT_ERR_PEER (the transport failed). The sentences of the last three go to stderr. */
-MT_API mt_status mt_comm_create_transport(const mt_transport *transport, void *state, int ranks, int rank,
-                                          double timeout_s, mt_comm **out);
-
 /* ---- the ledger: calls and bytes of a communicator (src/comm/ledger.h) ------------------------------------------- */
 
 typedef enum mt_collective {
@@ -584,12 +530,6 @@ typedef struct mt_setting {
 MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *what, int group,
                                  const mt_setting *settings, int count);
 
-/* Gathers `bytes` bytes of host memory of each rank into all [ranks, bytes], also in host memory, on every rank.
-   Collective over comm: an all_gather, which the ledger does not count, through memory on the device. On a meta
-   communicator, the parts of other ranks become 0. Errors: MT_ERR_ARGUMENT (NULL, bytes is 0 or too large),
-   MT_ERR_MEMORY, and those of a collective. */
-MT_API mt_status mt_comm_gather_host(mt_context *ctx, mt_comm *comm, const void *mine, size_t bytes, void *all);
-
 /* ---- placements: what the ranks of a group hold (src/check/placements.h) ----------------------------------------- */
 
 /* How a tensor is distributed over the ranks of a group. The names are those of PyTorch's DTensor: Replicate, Shard(0),
@@ -659,41 +599,15 @@ MT_API mt_status mt_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, m
 MT_API mt_status mt_gather_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_reduce_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 
-/* Overlaps communication with computation on a GPU:
-       MT_TRY(mt_overlap_begin(ctx, comm, MT_STREAM_SECOND));
-       MT_TRY(mt_overlap_end(ctx, 0, mt_all_reduce(ctx, comm, x, x, n, MT_F32, MT_SUM)));      // ticket 0
-       ...                                       // calls here run at the same time; they must not use x
-       MT_TRY(mt_overlap_wait(ctx, 0));          // later calls see the sum in x
-   Between mt_overlap_begin and mt_overlap_end, all work of ctx goes into another stream of the context, and
-   mt_context_stream returns that stream. The work runs after what is already in the context's own stream.
-   mt_overlap_end gives the work a number of your choice, the ticket; mt_overlap_wait makes later calls wait for the
-   work with this ticket. mt_overlap_end returns `status` when this is an error; the overlap ends in any case. For
-   buffers in the arena, take the mark before begin and release it after the wait. When work overlaps, mt_arena_release
-   between begin and end is ignored: what was taken there is released with the mark from before begin.
-   On other devices, in invariant mode and when comm is a group of one, the same calls are allowed, but nothing
-   overlaps. A wait for a ticket without work does nothing.
-   Errors: MT_ERR_ARGUMENT (no such stream; begin was called twice without end; while work overlaps, the ticket of
-   mt_overlap_end is not one of its stream), MT_ERR_SYSTEM (CUDA failed).
+/* ---- the trace: what a step would do, on MT_DEVICE_META (src/comm/trace.h) --------------------------------------- */
 
-   The second stream has the tickets 0 to MT_OVERLAP_TICKETS - 1, and mt_overlap_wait_all waits for all of them. The
-   third stream is for longer transfers, for which the second stream should not wait. Its only ticket is
-   MT_OVERLAP_TICKET_THIRD, and only mt_overlap_wait waits for it. */
+/* The streams of a context on a GPU. The layers overlap communication with computation in the second and the third, and
+   mt_overlap_begin does so in a layer of your own. */
 typedef enum mt_stream {
     MT_STREAM_NONE = 0, /* no overlap: the context's own stream */
     MT_STREAM_SECOND = 1,
     MT_STREAM_THIRD = 2
 } mt_stream;
-
-#define MT_OVERLAP_TICKETS 8
-#define MT_OVERLAP_TICKET_THIRD MT_OVERLAP_TICKETS
-
-MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, mt_stream stream);
-MT_API mt_status mt_overlap_end(mt_context *ctx, int ticket, mt_status status);
-MT_API mt_status mt_overlap_wait(mt_context *ctx, int ticket);
-MT_API mt_status mt_overlap_wait_all(mt_context *ctx);
-MT_API int mt_overlap_is_planned(const mt_context *ctx); /* 1: on a GPU, or planned for a GPU on MT_DEVICE_META */
-
-/* ---- the trace: what a step would do, on MT_DEVICE_META (src/comm/trace.h) --------------------------------------- */
 
 /* The kinds of work in a trace. They differ in what their time depends on. */
 typedef enum mt_work {
@@ -853,6 +767,80 @@ MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_mai
    mt_comm_create_mpi. */
 MT_API mt_status mt_world_from_env(const mt_launch_desc *desc, mt_rank_function rank_main, void *user);
 
+/* ---- overlap of communication with computation, for authors of layers (src/comm/overlap.h) ----------------------- */
+
+/* Overlaps communication with computation on a GPU:
+       MT_TRY(mt_overlap_begin(ctx, comm, MT_STREAM_SECOND));
+       MT_TRY(mt_overlap_end(ctx, 0, mt_all_reduce(ctx, comm, x, x, n, MT_F32, MT_SUM)));      // ticket 0
+       ...                                       // calls here run at the same time; they must not use x
+       MT_TRY(mt_overlap_wait(ctx, 0));          // later calls see the sum in x
+   Between mt_overlap_begin and mt_overlap_end, all work of ctx goes into another stream of the context, and
+   mt_context_stream returns that stream. The work runs after what is already in the context's own stream.
+   mt_overlap_end gives the work a number of your choice, the ticket; mt_overlap_wait makes later calls wait for the
+   work with this ticket. mt_overlap_end returns `status` when this is an error; the overlap ends in any case. For
+   buffers in the arena, take the mark before begin and release it after the wait. When work overlaps, mt_arena_release
+   between begin and end is ignored: what was taken there is released with the mark from before begin.
+   On other devices, in invariant mode and when comm is a group of one, the same calls are allowed, but nothing
+   overlaps. A wait for a ticket without work does nothing.
+   Errors: MT_ERR_ARGUMENT (no such stream; begin was called twice without end; while work overlaps, the ticket of
+   mt_overlap_end is not one of its stream), MT_ERR_SYSTEM (CUDA failed).
+
+   The second stream has the tickets 0 to MT_OVERLAP_TICKETS - 1, and mt_overlap_wait_all waits for all of them. The
+   third stream is for longer transfers, for which the second stream should not wait. Its only ticket is
+   MT_OVERLAP_TICKET_THIRD, and only mt_overlap_wait waits for it. */
+#define MT_OVERLAP_TICKETS 8
+#define MT_OVERLAP_TICKET_THIRD MT_OVERLAP_TICKETS
+
+MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, mt_stream stream);
+MT_API mt_status mt_overlap_end(mt_context *ctx, int ticket, mt_status status);
+MT_API mt_status mt_overlap_wait(mt_context *ctx, int ticket);
+MT_API mt_status mt_overlap_wait_all(mt_context *ctx);
+MT_API int mt_overlap_is_planned(const mt_context *ctx); /* 1: on a GPU, or planned for a GPU on MT_DEVICE_META */
+
+/* ---- communicators over a transport of the program, for authors of transports (src/comm/transport.h) ------------- */
+
+/* A transport moves bytes between ranks that are processes or threads: over sockets, shared memory, or a library that
+   mt_comm.h does not know. The program writes two functions. From them the library makes every collective, send, split
+   and error message. Reductions add in the tree of the other transports, so their results have the same bits.
+
+   Each two ranks have a stream of bytes in each direction. Bytes arrive once, and in the order in which they were sent.
+   The functions do not wait for other ranks, as send(2) and recv(2) with MSG_DONTWAIT do not:
+   send   takes the first of the `bytes` bytes at `data` for rank `peer`, and stores in *moved how many. They will
+          arrive, whatever this rank does next, and the library may overwrite `data`. *moved == 0: it takes none now
+   recv   stores the next bytes from rank `peer` at `data`, at most `bytes`, and their number in *moved. *moved == 0:
+          none have arrived yet
+   state is the pointer that mt_comm_create_transport got. peer is another rank of that communicator, also in calls on
+   groups that are split from it. bytes is at least 1, and *moved is 0 before the call.
+
+   Errors. Both return MT_SUCCESS. Any other status ends the stream: the function is not called for this peer again, and
+   calls that need the stream fail. MT_ERR_TIMEOUT stays MT_ERR_TIMEOUT, every other status becomes MT_ERR_PEER, and the
+   message names the transport. When the other rank is gone, return MT_ERR_PEER, from recv after the last bytes.
+
+   Threads. The functions are called only inside calls on the communicator and on its groups, by the thread that makes
+   the call, so never twice at a time with one state. Memory that several states share is the transport's to lock. The
+   functions must not call the library with these communicators, and must not throw. */
+typedef struct mt_transport {
+    const char *name; /* for messages */
+    mt_status (*send)(void *state, int peer, const void *data, size_t bytes, size_t *moved);
+    mt_status (*recv)(void *state, int peer, void *data, size_t bytes, size_t *moved);
+} mt_transport;
+
+/* Creates a communicator of `ranks` (1 to 1024) threads or processes over a transport, for contexts on CPUs.
+   Collective: each rank waits for all others. *transport, its name and state stay the caller's and must outlive *out
+   and the groups split from it. timeout_s <= 0: MT_TIMEOUT_DEFAULT. A group of one does not use the transport.
+
+   *out works like a communicator over MPI: the ranks compare their calls; a rank that leaves or fails tells the others,
+   which get MT_ERR_PEER at once; the library ends waits after the timeout; and the last mt_comm_destroy waits for the
+   other ranks. Afterwards the transport is not used. After an error the library no longer uses the buffers of the call,
+   but a stream to a rank that was sent a part of a message ends. On GPUs, pass *out to mt_comm_create_for. See
+   docs/many-ranks.md, "A transport of your own".
+
+   Errors (there is no communicator yet that could have a message): MT_ERR_ARGUMENT (NULL, ranks, rank), MT_ERR_MEMORY,
+   MT_ERR_MISMATCH (the ranks have different numbers of ranks, or versions of megatron.h), MT_ERR_TIMEOUT (a rank did
+   not call in time), MT_ERR_PEER (the transport failed). The sentences of the last three go to stderr. */
+MT_API mt_status mt_comm_create_transport(const mt_transport *transport, void *state, int ranks, int rank,
+                                          double timeout_s, mt_comm **out);
+
 /* ---- for authors of operators and layers (src/comm/authors.h) ---------------------------------------------------- */
 
 /* A slot is memory that belongs to a context and holds options and state of one owner. Each of the other three headers
@@ -880,11 +868,13 @@ MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot); /* NULL befor
 typedef void (*mt_forget_function)(mt_context *ctx, const void *data, size_t bytes, int gone);
 MT_API void mt_context_set_forget(mt_context *ctx, mt_forget_function forget);
 
-/* Four values of the context's desc, with the defaults filled in, two properties of its device, and whether it records
+/* Six values of the context's desc, with the defaults filled in, two properties of its device, and whether it records
    a CUDA graph. When ctx is NULL, the values are those of a CPU context with an empty desc, and the compute capability
    is 0. */
 MT_API int mt_context_threads(const mt_context *ctx);
-MT_API mt_device mt_context_planned(const mt_context *ctx); /* `device`, except on MT_DEVICE_META */
+MT_API int mt_context_invariant(const mt_context *ctx);      /* V, or 0 */
+MT_API int mt_context_invariant_data(const mt_context *ctx); /* V_d, or 0 */
+MT_API mt_device mt_context_planned(const mt_context *ctx);  /* `device`, except on MT_DEVICE_META */
 MT_API int mt_context_ordinal(const mt_context *ctx);
 MT_API int mt_context_arena_symmetric(const mt_context *ctx);
 MT_API int mt_context_compute_capability(const mt_context *ctx); /* 80 for sm_80; other devices: 90 */
@@ -892,6 +882,11 @@ MT_API int mt_context_has_data(const mt_context *ctx);           /* 0 on MT_DEVI
 /* Returns 0 for memory of the caller on MT_DEVICE_META, whose addresses mean nothing, else 1. */
 MT_API int mt_context_has_address(const mt_context *ctx, const void *data);
 MT_API int mt_context_records(const mt_context *ctx); /* 1 between mt_graph_begin and mt_graph_end, else 0 */
+
+/* Returns the number that a field of a desc means where MT_ZERO means zero and 0 selects `otherwise`. */
+static inline float mt_or_default(float value, float otherwise) {
+    return value == (float)MT_ZERO ? 0.0f : value == 0.0f ? otherwise : value;
+}
 
 /* Computes items [0, count) on the mt_context_desc.threads threads of a context, and returns when all are done. Each
    thread gets at most one range of neighbouring items, [first, last), and its number, `thread`, from 0 to
@@ -943,6 +938,14 @@ MT_API void mt_arena_set_peak(mt_context *ctx, size_t peak);
    each has its own [first, end), and all share the scratch memory from `top` on. Memory that would end behind the arena
    is not allocated: mt_arena_alloc returns MT_ERR_MEMORY. */
 MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t top);
+
+MT_API int mt_comm_is_meta(const mt_comm *comm); /* 1: comm is from mt_comm_create_meta; 0: it is not, or it is NULL */
+
+/* Gathers `bytes` bytes of host memory of each rank into all [ranks, bytes], also in host memory, on every rank.
+   Collective over comm: an all_gather, which the ledger does not count, through memory on the device. On a meta
+   communicator, the parts of other ranks become 0. Errors: MT_ERR_ARGUMENT (NULL, bytes is 0 or too large),
+   MT_ERR_MEMORY, and those of a collective. */
+MT_API mt_status mt_comm_gather_host(mt_context *ctx, mt_comm *comm, const void *mine, size_t bytes, void *all);
 
 /* Registers memory from mt_context_alloc with NCCL; memory is the pointer that mt_context_alloc gave. mt_context_free
    and mt_comm_destroy end the registration. Collective over comm. Afterwards, collectives on comm must use the
@@ -1001,6 +1004,9 @@ typedef struct mt_range_error {
     char function[24], name[24];
 } mt_range_error;
 MT_API mt_status mt_range_fail(mt_context *ctx, const mt_range_error *error);
+
+/* The stream into which calls with ctx put their work: a cudaStream_t; NULL on other devices than MT_DEVICE_CUDA. */
+MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx);
 
 /* For operators on MT_DEVICE_CUDA. When CUDA is not built, all of these functions return MT_ERR_UNSUPPORTED.
    mt_cuda_enter: makes the context's GPU current and clears errors that the program has left in the CUDA runtime. Call
@@ -1062,6 +1068,11 @@ MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size
    mt_trace_recompute  (ctx, 1) marks the entries that follow as recomputed, until (ctx, 0). Pairs may be nested. */
 MT_API void mt_trace_add(mt_context *ctx, const mt_trace_entry *entry);
 MT_API void mt_trace_recompute(mt_context *ctx, int recomputes);
+
+/* Says how far the last rank of a meta communicator is from its first one, counted in ranks of the whole program.
+   mt_grid_create sets this span for its groups. A prediction of time needs it, because ranks that are far apart are in
+   different nodes. At first it is size - 1: all ranks are neighbours. A smaller span is ignored. */
+MT_API void mt_comm_set_span(mt_comm *comm, int span);
 
 /* These three do the work of mt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region and
    mt_reduce_from_tensor_region_forward in several calls, one for each chunk of rows. Every call gets the whole views x

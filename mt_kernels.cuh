@@ -54,6 +54,9 @@
    built-in loop computes GEMMs. oneDNN may have version 2 or 3 (tested: 2.6 and 3.2).
    MT_CBLAS_HEADER names the header that declares cblas_sgemm, for instance '<mkl_cblas.h>' (default: <cblas.h>).
 
+   The chapters for users come first. The chapters behind them, "for authors of ...", are for programs with operators,
+   layers, losses, samplers or optimizers of their own.
+
    To add an operator, follow docs/adding-an-operator.md. For a short example, read src/ops/bias.c. */
 
 #include "mt_comm.h" /* outside the guard: a second #include may come with MEGATRON_IMPLEMENTATION */
@@ -89,25 +92,15 @@ MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y);
 MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y);
 MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host);
 
-/* mt_sum: out [1, 1] += the sum of the elements of x. mt_sum_of_squares: out [1, 1] += the sum of their squares.
-   A CPU accumulates in double, and makes no f32 copy of x. A GPU adds groups of 8 consecutive elements of a row in
-   fp32, then these sums in double. */
+/* out [1, 1] += the sum of the elements of x. A CPU accumulates in double, and makes no f32 copy of x. A GPU adds
+   groups of 8 consecutive elements of a row in fp32, then these sums in double. */
 MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out);
-MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out);
 
 /* Adds the rows of x [rows, cols], MT_F32, in place. Row 0 becomes the sum of all rows; the other rows are undefined
    afterwards. It adds rows in the binary tree in which mt_all_reduce adds ranks, ((0+1)+(2+3))+.... Use it for your own
    sums over micro-batches, such as the mean loss. In invariant mode, the bits of these sums then do not depend on the
    number of ranks (see docs/invariance.md). */
 MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x);
-
-/* Adds a hash of x to *hash, to compare tensors. x, of a float type, is a part of a tensor that has global_cols
-   columns. x begins at row first_row and column first_col of that tensor. To hash the tensor, set *hash to 0 and call
-   mt_hash for each part: the total does not depend on how the tensor is split. The hash of x is the sum modulo 2^64 of
-   mt_hash_element(e, bits) over the elements (i, j) of x, with e = (first_row + i) * global_cols + first_col + j and
-   bits = the 32 or 16 bits of the element. On MT_DEVICE_META *hash does not change. */
-MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
-                         uint64_t *hash);
 
 /* ---- GEMM (src/ops/gemm.h) --------------------------------------------------------------------------------------- */
 
@@ -160,37 +153,6 @@ typedef struct mt_gemm_options {
    MT_EPILOGUE_SEPARATE. Errors: MT_ERR_ARGUMENT (an option is out of range), MT_ERR_MEMORY. */
 MT_API mt_status mt_gemm_set_options(mt_context *ctx, const mt_gemm_options *options);
 MT_API mt_gemm_options mt_gemm_get_options(const mt_context *ctx);
-
-/* Creates cuBLASLt's handle and a workspace of 32 MiB on a GPU. Without this call, the first product creates them.
-   mt_params_create (mt_parallel.h) calls it for you. On other devices it does nothing. */
-MT_API mt_status mt_gemm_prepare(mt_context *ctx);
-
-/* mt_gemm_pack makes a packed copy of weight [out, in], for products x weight^T of inference. A GEMM library on a CPU
-   copies parts of a weight into a layout of its own in every product; with few tokens this takes a large part of the
-   time. Later calls of mt_gemm with this context read the packed copy instead of weight when all of these hold:
-     - a is not transposed, b is transposed, alpha is 1 and beta is 0, as in mt_linear_forward;
-     - b is weight, with the same data, type, rows, cols and ld; a view of some of its rows is another matrix;
-     - with oneDNN, a has the type of weight, c this type or MT_F32, and an f32 product has at most 256 rows, because
-       more rows are as fast without packing. oneDNN 2 also needs an a without padding: its ld is its cols.
-   Products with the few rows of decoding read weight itself, as they do without packing. mt_params_pack (mt_parallel.h)
-   packs the weights of a model. It is the usual way to call this function.
-   Size of the copy: for the built-in loop, 4 in bytes for each of the out features, rounded up to a multiple of at most
-   32 features. For oneDNN, as many bytes as weight, with out and in rounded up to the blocks of oneDNN (in version 2.6
-   with AVX-512 to multiples of 64 and 16). It is allocated with mt_context_alloc, so a dry run (MT_DEVICE_META) counts
-   it. The context owns the copy, until mt_gemm_unpack or until it is destroyed. weight itself is still needed.
-   A copy must not be older than its weight. Each operator of this header that writes to memory of weight drops the
-   copy, if it runs with this context; products then read weight again. After anything else has written to weight, such
-   as your own code, another context or a collective, call mt_gemm_pack again. Call mt_gemm_unpack before you free
-   weight.
-   Results: those of mt_gemm without packing. With the built-in loop they have the same bits, with oneDNN they may round
-   differently.
-   The call does nothing where packing has no use: on a GPU, with CBLAS, in invariant mode, and where oneDNN has no
-   layout of its own for this type and processor.
-   Errors: MT_ERR_MEMORY, and MT_ERR_UNSUPPORTED (a size is above 2^31 - 1). weight then has no packed copy. */
-MT_API mt_status mt_gemm_pack(mt_context *ctx, mt_tensor weight);
-
-/* Drops the packed copies of all matrices that share memory with weight, if there are any. ctx may be NULL. */
-MT_API void mt_gemm_unpack(mt_context *ctx, mt_tensor weight);
 
 /* Returns the name of the GEMM library for MT_DEVICE_CPU: "oneDNN 2.6.3" (with its version), "CBLAS" or "built-in". The
    string is static. */
@@ -443,7 +405,7 @@ typedef struct mt_attention_desc {
     mt_dropout dropout;
     mt_qkv_layout qkv_layout; /* of qkv and dqkv; 0: MT_QKV_PER_GROUP */
     /* advanced */
-    /* Keys of a sequence; 0: seq. Other numbers are for mt_dot_product_attention_forward. lengths is then limited by
+    /* Keys of a sequence; 0: seq. Other numbers are not for a tensor qkv (MT_ERR_SHAPE). lengths is then limited by
        kv_seq, and query i has the position i + kv_seq - seq among the keys: the last query and the last key have the
        same position. The mask, the window and ALiBi use this position, and element numbers of dropout count kv_seq keys
        for each query. */
@@ -461,11 +423,17 @@ typedef struct mt_attention_desc {
     mt_attention_bias bias; /* or a boolean mask; it is added to the scores */
 } mt_attention_desc;
 
-/* forward:  out [batch * seq, heads * head_dim] = dropout(softmax(scale * q k^T, masked)) v, with heads =
-             groups * heads_per_group. lse [heads, batch * seq] = the log of the sum of exponentials of the scaled
-             scores. It is optional: only backward needs it.
-   backward: dqkv = the gradient of qkv, of the same shape, and desc->bias.grad (optional) += the gradient of the bias.
-             It takes the out and lse of forward and computes the probabilities again. dout must not overlap out.
+/* Attention of queries q to keys k and values v: self-attention, cross-attention, or attention to earlier keys.
+   heads is groups * heads_per_group. desc->qkv_layout is not read.
+     q, dq         [batch * seq, heads * head_dim]. The query at position i of sequence b is row b * seq + i
+     k, v, dk, dv  [batch * kv_seq, groups * head_dim], in the same way
+     out, dout     [batch * seq, heads * head_dim]
+     lse           [heads, batch * seq]
+   forward:  out = dropout(softmax(scale * q k^T, masked)) v. lse = the log of the sum of exponentials of the scaled
+             scores. It is optional: only backward needs it. A query that sees no key has out = 0 and lse = -INFINITY.
+   backward: dq, dk and dv = the gradients of q, k and v, and desc->bias.grad (optional) += the gradient of the bias.
+             It takes the out and lse of forward and computes the probabilities again. A query that sees no key adds
+             nothing to the gradients.
    Scratch memory grows linearly with seq. On GPUs from sm_80 on, bf16 and f16 with head_dim 64, 96 or 128 use tensor
    cores, if nvcc compiled the program for such a GPU (-arch=native). They skip tiles of keys that no query of a block
    sees, so a window or short documents make them faster. Other calls use a slower kernel without tensor cores, also
@@ -478,24 +446,11 @@ typedef struct mt_attention_desc {
    (-march=native on such a processor) multiplies in the tiles of AMX, if Linux permits it; then sums have another
    order. Probabilities and gradients of scores are rounded to bf16 before they are multiplied. The softmax and lse are
    computed in f32, and denormal bf16 numbers count as 0. A NaN or infinity in a row can reach the results of 31
-   neighbouring rows that do not see it. Other calls on a CPU compute in f32. mt_kv_cache_attention does the same for
-   more than MT_KV_DECODE_QUERIES queries, and in invariant mode.
+   neighbouring rows that do not see it. Other calls on a CPU compute in f32.
    Forward does not read desc->bias.grad. Backward changes only the rows of this call's heads in it. Errors:
-   MT_ERR_ARGUMENT (in backward: bias.grad overlaps another tensor of the call, or the bias is missing or is a boolean
-   mask), MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535 heads or sequences). */
-MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
-                                      mt_tensor lse);
-MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
-                                       mt_tensor lse, mt_tensor dout, mt_tensor dqkv);
-
-/* Attention with queries, keys and values in separate tensors: for cross-attention, and for keys of earlier steps. With
-   desc->kv_seq = 0 it computes what mt_attention_forward computes. desc->qkv_layout is not read.
-     q, dq         [batch * seq, heads * head_dim]. The query at position i of sequence b is row b * seq + i
-     k, v, dk, dv  [batch * kv_seq, groups * head_dim], in the same way
-     out, lse      as in mt_attention_forward: [batch * seq, heads * head_dim] and [heads, batch * seq]
-   A query that sees no key has out = 0 and lse = -INFINITY, and adds nothing to the gradients. backward overwrites dq,
-   dk and dv, and adds to desc->bias.grad. MT_ERR_ARGUMENT: out of forward, or dq, dk or dv, overlaps another tensor
-   of the call. Other errors are those of mt_attention_forward and mt_attention_backward. */
+   MT_ERR_ARGUMENT (out of forward, or dq, dk or dv, overlaps another tensor of the call; in backward also: bias.grad
+   does, or the bias is missing or is a boolean mask), MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535
+   heads or sequences). */
 MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
                                                   mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse);
 MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
@@ -533,41 +488,20 @@ MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_desc *de
    of each of `batch` sequences. The key at position p of sequence b and group g is row (b * groups + g) * max_seq + p
    of keys, and its value is the same row of values. The caller owns the memory of keys, values and lengths. */
 typedef struct mt_kv_cache {
-    mt_tensor keys, values; /* [batch * groups * max_seq, head_dim], contiguous, both of the type of qkv */
+    mt_tensor keys, values; /* [batch * groups * max_seq, head_dim], contiguous, of the model's type */
     int64_t max_seq;        /* at least 1 */
     /* [batch], in memory of the context's device: how many tokens of each sequence the cache holds before a call, 0 to
-       max_seq. append and attention do not change it. After the last layer the caller adds the new tokens to it, with
+       max_seq. The calls of layers do not change it. After the last layer the caller adds the new tokens to it, with
        mt_kv_cache_advance */
     const int32_t *lengths;
 } mt_kv_cache;
 
-/* append:    turns the queries and keys of qkv in place, as mt_rotary_forward does, and copies the keys and values to
-              the cache. Token i of sequence b has the position lengths[b] + i, where lengths is that of the cache.
-              table is [max_seq, R], with the max_seq of the cache and R as in mt_rotary_forward, or mt_none() for a
-              model without rotary position embedding.
-   attention: out [batch * seq, heads * head_dim] = the attention of the queries in qkv to the keys and values in the
-              cache. Call append first, which adds the keys and values of qkv. Query i of sequence b sees the keys
-              0 ... lengths[b] + i, or with a window the last desc->scores.window of them.
-   desc->seq is the number of new tokens of each sequence: 1 for a step that adds one token, the length of the longest
-   prompt for prompts. desc->lengths has the number of new tokens of each sequence, 0 to seq (NULL: all have seq). The
-   rows of qkv after these are not read. Their rows of out become 0. A sequence with 0 new tokens keeps its cache.
-   Both read the five sizes of desc, qkv_layout and lengths. append also reads the rotary fields of scores, and
-   attention the others and alibi_slopes. scores.mask must be MT_MASK_CAUSAL. kv_seq, dropout, cu_seqlens and bias must
-   not be set.
-   Attention reads the keys and values in their own type. On a CPU, calls with at most MT_KV_DECODE_QUERIES queries for
-   each key/value head (seq * heads_per_group) read each key and value once, without a copy. Longer calls, and all calls
-   in invariant mode, compute blocks of scores as mt_attention_forward does. A row of out then has the same bits as in
-   mt_attention_forward of the whole sequence. For a GPU, docs/gpus.md says which kernel runs.
-   Errors: MT_ERR_UNSUPPORTED (a field is set that must not be; attention on a GPU: as in mt_attention_forward, or
-   max_seq is 2^30 or more), MT_ERR_SHAPE (max_seq is below 1, or keys or values are not contiguous), MT_ERR_DTYPE (keys
-   and values do not have the type of qkv), MT_ERR_DATA (on a CPU: a length is out of range, or a sequence would have
-   more than max_seq tokens). A GPU does not check lengths. With wrong lengths its results are undefined, but it
-   accesses no memory outside the tensors. */
-#define MT_KV_DECODE_QUERIES 16
-MT_API mt_status mt_kv_cache_append(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv,
-                                    const mt_kv_cache *cache);
-MT_API mt_status mt_kv_cache_attention(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv,
-                                       const mt_kv_cache *cache, mt_tensor out);
+/* Adds the new tokens of a step to the lengths of a cache: lengths[b] = min(lengths[b] + added[b], max_seq). added is
+   the `lengths` of the step; NULL: `seq` new tokens of each sequence. A number below 0 counts as 0, and one above seq
+   as seq. added [batch] and lengths [batch] are in memory of the context's device. lengths is the array that the caches
+   of all layers share. Call it once, after the last layer. */
+MT_API mt_status mt_kv_cache_advance(mt_context *ctx, int64_t max_seq, int64_t batch, int64_t seq, const int32_t *added,
+                                     int32_t *lengths);
 
 /* ---- embedding (src/ops/embedding.h) ----------------------------------------------------------------------------- */
 
@@ -605,46 +539,6 @@ MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t 
 MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
                                        mt_tensor dtable);
 
-/* ---- cross-entropy over a vocabulary shard (src/ops/cross_entropy.h) --------------------------------------------- */
-
-/* For the logits x of a token, loss = lse(x) - x[target], where lse(x) = log(sum of exp(x)). With label smoothing a, as
-   PyTorch defines it, loss = (1 - a) (lse(x) - x[target]) + a (lse(x) - mean(x)). A token whose target is ignore_index
-   has loss 0 and gradient 0. */
-typedef struct mt_cross_entropy_shard_desc {
-    int64_t vocab;         /* size of the whole vocabulary, without padding */
-    int64_t first_col;     /* index in the vocabulary of the shard's first column */
-    float label_smoothing; /* a, 0 <= a < 1 */
-    int32_t ignore_index;  /* target of tokens without a loss; MT_ZERO: 0; 0: -100, as in PyTorch */
-} mt_cross_entropy_shard_desc;
-
-/* Call stats on each shard, gather all stats with mt_all_gather, then call combine and backward on each shard. logits
-   is [tokens, columns of the shard]. targets holds, for each token, an index in the whole vocabulary or ignore_index;
-   check it with mt_ids_check. For a target that is out of range, its logit counts as 0, and the gradient has no one-hot
-   term. Columns whose index in the vocabulary is `vocab` or more are padding: they do not count, and their gradient
-   is 0.
-   stats:    stats [tokens, 4] = for each token the maximum of the shard's x (-inf if all columns are padding), the sum
-             of exp(x - maximum), the logit of the target (0 if another shard has it) and the sum of x.
-   combine:  loss [1, tokens] and lse [2, tokens] from gathered [shards * tokens, 4], the stats of shard 0, 1, ... in
-             this order, for 1 to 1024 shards. It adds the shards in the order of mt_all_reduce. Row 0 of lse is the
-             maximum m, row 1 is log(sum of exp(x - m)). lse(x) is the sum of the two rows; two numbers are more precise
-             than their rounded sum.
-   backward: logits[i] = scale * dloss[i] * (softmax - smoothed one-hot) for token i, in place. dloss [1, tokens] is
-             optional: mt_none() means 1 for every token. With dloss [1, 1], its element counts for every token.
-   For 16-bit logits, a GPU computes e^d with an approximate function. Its relative error is at most 2^-22 (1 + |d|),
-   where d is the difference of a logit to the maximum, or to lse(x) in backward. */
-MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,
-                                        const int32_t *targets, mt_tensor stats);
-MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor gathered,
-                                          int shards, const int32_t *targets, mt_tensor loss, mt_tensor lse);
-MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,
-                                           const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale);
-
-/* Does stats, combine and backward in one call, for a single shard that holds the whole vocabulary (first_col is 0). It
-   writes loss [1, tokens] and replaces logits by their gradient as backward does. dloss is optional. */
-MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shard_desc *desc,
-                                                   mt_tensor logits, const int32_t *targets, mt_tensor dloss,
-                                                   float scale, mt_tensor loss);
-
 /* ---- softmax and log-softmax (src/ops/softmax.h) ----------------------------------------------------------------- */
 
 /* forward, for each row of x:  softmax: y[j] = e^(x[j] - m) / s,  log-softmax: y[j] = (x[j] - m) - log s, where m is
@@ -662,35 +556,7 @@ MT_API mt_status mt_softmax_backward(mt_context *ctx, mt_tensor y, mt_tensor dy,
 MT_API mt_status mt_log_softmax_forward(mt_context *ctx, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_log_softmax_backward(mt_context *ctx, mt_tensor y, mt_tensor dy, mt_tensor dx);
 
-/* The same for rows that are longer than what one call has, such as a vocabulary that is split over ranks. */
-typedef struct mt_softmax_shard_desc {
-    int64_t vocab;     /* columns of a whole row, without padding */
-    int64_t first_col; /* index in the whole row of the shard's first column */
-    int log;           /* 1: log-softmax */
-} mt_softmax_shard_desc;
-
-/* forward: call stats on each shard, gather all stats with mt_all_gather, then call forward on each shard.
-   backward: call sums on each shard, add up the sums of all shards, then call backward on each shard.
-   The views of a shard are [rows, columns of the shard]. Columns whose index in the whole row is `vocab` or more are
-   padding: whatever they hold, they do not count, and y and dx are 0 there, for log-softmax, too.
-   stats:    stats [rows, 2], MT_F32 = for each row the maximum m of the shard's x (-infinity if all columns are
-             padding), and the sum of e^(x - m).
-   forward:  y from x and gathered [shards * rows, 2], MT_F32: the stats of shard 0, 1, ... in this order, for 1 to 1024
-             shards. It joins them in the order of mt_all_reduce. y may be x.
-   sums:     sums [rows, 1], MT_F32 = for each row the sum of the shard's y dy, or with `log` of its dy; y is then not
-             read, and may be mt_none().
-   backward: dx from y, dy and the sums over all shards. dx may be dy.
-   MT_ERR_SHAPE: vocab or first_col is out of range. MT_ERR_ARGUMENT: shards is. */
-MT_API mt_status mt_softmax_shard_stats(mt_context *ctx, const mt_softmax_shard_desc *desc, mt_tensor x,
-                                        mt_tensor stats);
-MT_API mt_status mt_softmax_shard_forward(mt_context *ctx, const mt_softmax_shard_desc *desc, mt_tensor x,
-                                          mt_tensor gathered, int shards, mt_tensor y);
-MT_API mt_status mt_softmax_shard_sums(mt_context *ctx, const mt_softmax_shard_desc *desc, mt_tensor y, mt_tensor dy,
-                                       mt_tensor sums);
-MT_API mt_status mt_softmax_shard_backward(mt_context *ctx, const mt_softmax_shard_desc *desc, mt_tensor y,
-                                           mt_tensor dy, mt_tensor sums, mt_tensor dx);
-
-/* ---- sampling of the next token from a vocabulary shard (src/ops/sample.h) --------------------------------------- */
+/* ---- sampling of the next token (src/ops/sample.h) --------------------------------------------------------------- */
 
 /* How the token of a row of logits x is drawn. As in Hugging Face's transformers, the logits are divided by the
    temperature, then top_k is applied, then top_p, with probabilities over the tokens that top_k has kept. Tokens are
@@ -713,29 +579,6 @@ typedef struct mt_sample_desc {
     int64_t position;          /* row i has the position `position` + positions[i]. 0 to 2^31 - 1 */
     const int32_t *positions;  /* [rows], in memory of the context's device; NULL: all 0 */
 } mt_sample_desc;
-
-/* Returns the number of candidates of a shard with `cols` columns: 1 at temperature 0, with a top_p of MT_ZERO or
-   without top_k and top_p; the smaller of top_k and cols with top_k; cols with top_p alone. */
-MT_API int64_t mt_sample_count(const mt_sample_desc *desc, int64_t cols);
-
-/* Call mt_sample_candidates on each shard, gather all candidates with mt_all_gather, then call mt_sample_ids. logits
-   [rows, cols] has the columns of the vocabulary from first_col on. Columns whose index in the vocabulary is `vocab`
-   or more are padding, and are never drawn.
-   candidates: candidates [rows, 2 k] is MT_F32, with k = mt_sample_count(desc, cols). The first k columns are logits,
-               and the others have the bits of their ids, which are int32_t: gather them as MT_I32. With k = 1 the
-               candidate is the token that is drawn from this shard alone. With k > 1 the candidates are the first k
-               tokens in the order above, by increasing id. When the shard has fewer than k tokens, they are followed by
-               logits of -infinity with the id -1.
-   ids:        ids[i] = the token that is drawn for row i, from gathered [shards * rows, 2 k], the candidates of shard
-               0, 1, ... in this order. All shards have the same number of columns. ids [rows] is in memory of the
-               context's device.
-   MT_ERR_DATA: a logit is NaN. mt_sample_ids returns it, so all ranks do, and ids[i] is -1. A GPU only writes the -1:
-   call mt_ids_check. A logit may be infinite. A token with -infinity is drawn only if all tokens of the row have it.
-   MT_ERR_ARGUMENT: a field of desc is out of range. */
-MT_API mt_status mt_sample_candidates(mt_context *ctx, const mt_sample_desc *desc, int64_t vocab, int64_t first_col,
-                                      mt_tensor logits, mt_tensor candidates);
-MT_API mt_status mt_sample_ids(mt_context *ctx, const mt_sample_desc *desc, int64_t vocab, mt_tensor gathered,
-                               int shards, int32_t *ids);
 
 /* ---- optimizer (src/ops/adamw.h) --------------------------------------------------------------------------------- */
 
@@ -760,49 +603,6 @@ typedef struct mt_adamw {
    param; see also mt_adamw_check). */
 MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master,
                                mt_tensor grad, mt_tensor m, mt_tensor v);
-
-/* Operators over a list of tensors, with a few launches for the whole list (the multi_tensor_apply of NVIDIA's Apex).
-   A list is made once and used in every step. It keeps the addresses, not the data, of its tensors, which must stay
-   where they are until mt_multi_tensor_destroy.
-   mt_multi_tensor_create_adamw makes a list for mt_multi_tensor_adamw, with `count` tensors. With stochastic_rounding 1
-   each of them has a `random`.
-   mt_multi_tensor_create_squares makes a list for mt_multi_tensor_sum_of_squares.
-   Both copy the array `tensors`. On a GPU they also allocate with mt_context_alloc, copy a table to the GPU, and wait
-   for the stream. count may be 0. The caller owns the list, and destroys it before the context. Errors:
-   MT_ERR_ARGUMENT, MT_ERR_SHAPE, MT_ERR_DTYPE, MT_ERR_MEMORY, MT_ERR_SYSTEM; *out is then unchanged. */
-typedef struct mt_multi_tensor mt_multi_tensor;
-typedef struct mt_adamw_tensor {
-    mt_tensor param, master, grad, m, v; /* as in mt_adamw_step */
-    int weight_decay;                    /* 1: mt_adamw.weight_decay applies; 0: no weight decay */
-    mt_random random;                    /* step n takes the random words of subsequence random.subsequence + n */
-} mt_adamw_tensor;
-typedef struct mt_square_tensor {
-    mt_tensor x; /* MT_F32 */
-    int64_t out; /* the column of `out` to which the squares of x are added */
-} mt_square_tensor;
-MT_API mt_status mt_multi_tensor_create_adamw(mt_context *ctx, const mt_adamw_tensor *tensors, int count,
-                                              int stochastic_rounding, mt_multi_tensor **out);
-MT_API mt_status mt_multi_tensor_create_squares(mt_context *ctx, const mt_square_tensor *tensors, int count,
-                                                mt_multi_tensor **out);
-MT_API void mt_multi_tensor_destroy(mt_context *ctx, mt_multi_tensor *list); /* NULL is allowed */
-
-/* Does the step of mt_adamw_step for every tensor of the list, with the same bits. hyper->stochastic_rounding must be
-   NULL, because the list says how to round. `values` may be NULL. Otherwise it is in memory of the context's device.
-   When the step runs on the device, it takes lr, grad_scale and step from there, and does nothing if skip is not 0.
-   Those of hyper are then not used, but still checked. What is in memory of the device is not checked.
-   MT_ERR_ARGUMENT: stochastic_rounding is not NULL, the list is of another kind, or mt_adamw_check refuses hyper. */
-typedef struct mt_adamw_values {
-    float lr, grad_scale;
-    int64_t step;
-    int32_t skip; /* not 0: the step changes nothing */
-} mt_adamw_values;
-MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *list, const mt_adamw *hyper,
-                                       const mt_adamw_values *values);
-
-/* Does mt_sum_of_squares for every tensor of the list, in its order and with the same bits: out [1, n] in MT_F32 gets
-   out[0][tensor.out] += sum of squares. MT_ERR_ARGUMENT: a list of another kind, or a tensor.out that is not in [0, n).
-   Scratch memory comes from the arena. */
-MT_API mt_status mt_multi_tensor_sum_of_squares(mt_context *ctx, const mt_multi_tensor *list, mt_tensor out);
 
 /* ---- loss scaling (src/ops/loss_scaler.h) ------------------------------------------------------------------------ */
 
@@ -850,6 +650,13 @@ MT_API float mt_clip_coefficient(float norm, float max_norm);
 
 /* ---- a training step that does not wait (src/ops/step.h) --------------------------------------------------------- */
 
+/* The numbers of AdamW that change from step to step, see mt_adamw. */
+typedef struct mt_adamw_values {
+    float lr, grad_scale;
+    int64_t step;
+    int32_t skip; /* not 0: the step changes nothing */
+} mt_adamw_values;
+
 /* The numbers of a training step that change from step to step. On a GPU they are in its memory, so the host need not
    wait for the norm before it starts the step, and a step that is recorded once (a CUDA graph) can run many times. */
 typedef struct mt_step_values {
@@ -863,6 +670,232 @@ typedef struct mt_step_values {
        skipped */
     mt_adamw_values adamw;
 } mt_step_values;
+
+/* ---- GEMM: packed weights, for authors of layers (src/ops/gemm_packed.h) ----------------------------------------- */
+
+/* Creates cuBLASLt's handle and a workspace of 32 MiB on a GPU. Without this call, the first product creates them.
+   mt_params_create (mt_parallel.h) calls it for you. On other devices it does nothing. */
+MT_API mt_status mt_gemm_prepare(mt_context *ctx);
+
+/* mt_gemm_pack makes a packed copy of weight [out, in], for products x weight^T of inference. A GEMM library on a CPU
+   copies parts of a weight into a layout of its own in every product; with few tokens this takes a large part of the
+   time. Later calls of mt_gemm with this context read the packed copy instead of weight when all of these hold:
+     - a is not transposed, b is transposed, alpha is 1 and beta is 0, as in mt_linear_forward;
+     - b is weight, with the same data, type, rows, cols and ld; a view of some of its rows is another matrix;
+     - with oneDNN, a has the type of weight, c this type or MT_F32, and an f32 product has at most 256 rows, because
+       more rows are as fast without packing. oneDNN 2 also needs an a without padding: its ld is its cols.
+   Products with the few rows of decoding read weight itself, as they do without packing. mt_params_pack (mt_parallel.h)
+   packs the weights of a model. It is the usual way to call this function.
+   Size of the copy: for the built-in loop, 4 in bytes for each of the out features, rounded up to a multiple of at most
+   32 features. For oneDNN, as many bytes as weight, with out and in rounded up to the blocks of oneDNN (in version 2.6
+   with AVX-512 to multiples of 64 and 16). It is allocated with mt_context_alloc, so a dry run (MT_DEVICE_META) counts
+   it. The context owns the copy, until mt_gemm_unpack or until it is destroyed. weight itself is still needed.
+   A copy must not be older than its weight. Each operator of this header that writes to memory of weight drops the
+   copy, if it runs with this context; products then read weight again. After anything else has written to weight, such
+   as your own code, another context or a collective, call mt_gemm_pack again. Call mt_gemm_unpack before you free
+   weight.
+   Results: those of mt_gemm without packing. With the built-in loop they have the same bits, with oneDNN they may round
+   differently.
+   The call does nothing where packing has no use: on a GPU, with CBLAS, in invariant mode, and where oneDNN has no
+   layout of its own for this type and processor.
+   Errors: MT_ERR_MEMORY, and MT_ERR_UNSUPPORTED (a size is above 2^31 - 1). weight then has no packed copy. */
+MT_API mt_status mt_gemm_pack(mt_context *ctx, mt_tensor weight);
+
+/* Drops the packed copies of all matrices that share memory with weight, if there are any. ctx may be NULL. */
+MT_API void mt_gemm_unpack(mt_context *ctx, mt_tensor weight);
+
+/* ---- attention on a tensor qkv and on a key/value cache, for authors of attention (src/ops/attention_qkv.h) ------ */
+
+/* Attention with queries, keys and values in one tensor, as a column-parallel layer computes them. These functions
+   compute what mt_dot_product_attention_forward and mt_dot_product_attention_backward compute from columns of qkv.
+     qkv, dqkv       [batch * seq, groups * (heads_per_group + 2) * head_dim]; the order of the columns is
+                     desc->qkv_layout
+     out, lse, dout  as in mt_dot_product_attention_forward
+   backward overwrites dqkv, and adds to desc->bias.grad. dout must not overlap out.
+   Errors: those of mt_dot_product_attention_forward and mt_dot_product_attention_backward, and MT_ERR_SHAPE (kv_seq is
+   neither 0 nor seq). */
+MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
+                                      mt_tensor lse);
+MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
+                                       mt_tensor lse, mt_tensor dout, mt_tensor dqkv);
+
+/* append:    turns the queries and keys of qkv in place, as mt_rotary_forward does, and copies the keys and values to
+              the cache. Token i of sequence b has the position lengths[b] + i, where lengths is that of the cache.
+              table is [max_seq, R], with the max_seq of the cache and R as in mt_rotary_forward, or mt_none() for a
+              model without rotary position embedding.
+   attention: out [batch * seq, heads * head_dim] = the attention of the queries in qkv to the keys and values in the
+              cache. Call append first, which adds the keys and values of qkv. Query i of sequence b sees the keys
+              0 ... lengths[b] + i, or with a window the last desc->scores.window of them.
+   desc->seq is the number of new tokens of each sequence: 1 for a step that adds one token, the length of the longest
+   prompt for prompts. desc->lengths has the number of new tokens of each sequence, 0 to seq (NULL: all have seq). The
+   rows of qkv after these are not read. Their rows of out become 0. A sequence with 0 new tokens keeps its cache.
+   Both read the five sizes of desc, qkv_layout and lengths. append also reads the rotary fields of scores, and
+   attention the others and alibi_slopes. scores.mask must be MT_MASK_CAUSAL. kv_seq, dropout, cu_seqlens and bias must
+   not be set.
+   Attention reads the keys and values in their own type. On a CPU, calls with at most MT_KV_DECODE_QUERIES queries for
+   each key/value head (seq * heads_per_group) read each key and value once, without a copy. Longer calls, and all calls
+   in invariant mode, compute blocks of scores as mt_attention_forward does, also with bf16 operands. A row of out then
+   has the same bits as in mt_attention_forward of the whole sequence. For a GPU, docs/gpus.md says which kernel runs.
+   Errors: MT_ERR_UNSUPPORTED (a field is set that must not be; attention on a GPU: as in mt_attention_forward, or
+   max_seq is 2^30 or more), MT_ERR_SHAPE (max_seq is below 1, or keys or values are not contiguous), MT_ERR_DTYPE (keys
+   and values do not have the type of qkv), MT_ERR_DATA (on a CPU: a length is out of range, or a sequence would have
+   more than max_seq tokens). A GPU does not check lengths. With wrong lengths its results are undefined, but it
+   accesses no memory outside the tensors. */
+#define MT_KV_DECODE_QUERIES 16
+MT_API mt_status mt_kv_cache_append(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv,
+                                    const mt_kv_cache *cache);
+MT_API mt_status mt_kv_cache_attention(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv,
+                                       const mt_kv_cache *cache, mt_tensor out);
+
+/* For blocks that use a key/value cache. ids [batch * seq] is in memory of the context's device.
+   check:     checks desc and max_seq and, on a CPU, desc->lengths and cache->lengths. It does not read keys and values.
+              Call it before the block communicates, with a desc of all groups of the model, so that all ranks return
+              the same error. `where` is the name of the calling function, for the error message.
+   positions: ids[b * seq + i] = min(lengths[b] + i, max_seq - 1), the position of token i of sequence b, as
+              mt_embedding_forward needs it for a table of positions. */
+MT_API mt_status mt_kv_cache_check(mt_context *ctx, const char *where, const mt_attention_desc *desc,
+                                   const mt_kv_cache *cache);
+MT_API mt_status mt_kv_cache_positions(mt_context *ctx, const mt_kv_cache *cache, int64_t batch, int64_t seq,
+                                       int32_t *ids);
+
+/* ---- cross-entropy over a vocabulary shard, for authors of losses (src/ops/cross_entropy.h) ---------------------- */
+
+/* For the logits x of a token, loss = lse(x) - x[target], where lse(x) = log(sum of exp(x)). With label smoothing a, as
+   PyTorch defines it, loss = (1 - a) (lse(x) - x[target]) + a (lse(x) - mean(x)). A token whose target is ignore_index
+   has loss 0 and gradient 0. */
+typedef struct mt_cross_entropy_shard_desc {
+    int64_t vocab;         /* size of the whole vocabulary, without padding */
+    int64_t first_col;     /* index in the vocabulary of the shard's first column */
+    float label_smoothing; /* a, 0 <= a < 1 */
+    int32_t ignore_index;  /* target of tokens without a loss; MT_ZERO: 0; 0: -100, as in PyTorch */
+} mt_cross_entropy_shard_desc;
+
+/* Call stats on each shard, gather all stats with mt_all_gather, then call combine and backward on each shard. logits
+   is [tokens, columns of the shard]. targets holds, for each token, an index in the whole vocabulary or ignore_index;
+   check it with mt_ids_check. For a target that is out of range, its logit counts as 0, and the gradient has no one-hot
+   term. Columns whose index in the vocabulary is `vocab` or more are padding: they do not count, and their gradient
+   is 0.
+   stats:    stats [tokens, 4] = for each token the maximum of the shard's x (-inf if all columns are padding), the sum
+             of exp(x - maximum), the logit of the target (0 if another shard has it) and the sum of x.
+   combine:  loss [1, tokens] and lse [2, tokens] from gathered [shards * tokens, 4], the stats of shard 0, 1, ... in
+             this order, for 1 to 1024 shards. It adds the shards in the order of mt_all_reduce. Row 0 of lse is the
+             maximum m, row 1 is log(sum of exp(x - m)). lse(x) is the sum of the two rows; two numbers are more precise
+             than their rounded sum.
+   backward: logits[i] = scale * dloss[i] * (softmax - smoothed one-hot) for token i, in place. dloss [1, tokens] is
+             optional: mt_none() means 1 for every token. With dloss [1, 1], its element counts for every token.
+   For 16-bit logits, a GPU computes e^d with an approximate function. Its relative error is at most 2^-22 (1 + |d|),
+   where d is the difference of a logit to the maximum, or to lse(x) in backward. */
+MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,
+                                        const int32_t *targets, mt_tensor stats);
+MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor gathered,
+                                          int shards, const int32_t *targets, mt_tensor loss, mt_tensor lse);
+MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,
+                                           const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale);
+
+/* Does stats, combine and backward in one call, for a single shard that holds the whole vocabulary (first_col is 0). It
+   writes loss [1, tokens] and replaces logits by their gradient as backward does. dloss is optional. */
+MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shard_desc *desc,
+                                                   mt_tensor logits, const int32_t *targets, mt_tensor dloss,
+                                                   float scale, mt_tensor loss);
+
+/* ---- softmax of rows that are split over ranks, for authors of losses (src/ops/softmax_shard.h) ------------------ */
+
+/* Softmax and log-softmax for rows that are longer than what one call has, such as a vocabulary that is split over
+   ranks. */
+typedef struct mt_softmax_shard_desc {
+    int64_t vocab;     /* columns of a whole row, without padding */
+    int64_t first_col; /* index in the whole row of the shard's first column */
+    int log;           /* 1: log-softmax */
+} mt_softmax_shard_desc;
+
+/* forward: call stats on each shard, gather all stats with mt_all_gather, then call forward on each shard.
+   backward: call sums on each shard, add up the sums of all shards, then call backward on each shard.
+   The views of a shard are [rows, columns of the shard]. Columns whose index in the whole row is `vocab` or more are
+   padding: whatever they hold, they do not count, and y and dx are 0 there, for log-softmax, too.
+   stats:    stats [rows, 2], MT_F32 = for each row the maximum m of the shard's x (-infinity if all columns are
+             padding), and the sum of e^(x - m).
+   forward:  y from x and gathered [shards * rows, 2], MT_F32: the stats of shard 0, 1, ... in this order, for 1 to 1024
+             shards. It joins them in the order of mt_all_reduce. y may be x.
+   sums:     sums [rows, 1], MT_F32 = for each row the sum of the shard's y dy, or with `log` of its dy; y is then not
+             read, and may be mt_none().
+   backward: dx from y, dy and the sums over all shards. dx may be dy.
+   MT_ERR_SHAPE: vocab or first_col is out of range. MT_ERR_ARGUMENT: shards is. */
+MT_API mt_status mt_softmax_shard_stats(mt_context *ctx, const mt_softmax_shard_desc *desc, mt_tensor x,
+                                        mt_tensor stats);
+MT_API mt_status mt_softmax_shard_forward(mt_context *ctx, const mt_softmax_shard_desc *desc, mt_tensor x,
+                                          mt_tensor gathered, int shards, mt_tensor y);
+MT_API mt_status mt_softmax_shard_sums(mt_context *ctx, const mt_softmax_shard_desc *desc, mt_tensor y, mt_tensor dy,
+                                       mt_tensor sums);
+MT_API mt_status mt_softmax_shard_backward(mt_context *ctx, const mt_softmax_shard_desc *desc, mt_tensor y,
+                                           mt_tensor dy, mt_tensor sums, mt_tensor dx);
+
+/* ---- sampling from a vocabulary shard, for authors of samplers (src/ops/sample_shard.h) -------------------------- */
+
+/* Returns the number of candidates of a shard with `cols` columns: 1 at temperature 0, with a top_p of MT_ZERO or
+   without top_k and top_p; the smaller of top_k and cols with top_k; cols with top_p alone. */
+MT_API int64_t mt_sample_count(const mt_sample_desc *desc, int64_t cols);
+
+/* Call mt_sample_candidates on each shard, gather all candidates with mt_all_gather, then call mt_sample_ids. logits
+   [rows, cols] has the columns of the vocabulary from first_col on. Columns whose index in the vocabulary is `vocab`
+   or more are padding, and are never drawn.
+   candidates: candidates [rows, 2 k] is MT_F32, with k = mt_sample_count(desc, cols). The first k columns are logits,
+               and the others have the bits of their ids, which are int32_t: gather them as MT_I32. With k = 1 the
+               candidate is the token that is drawn from this shard alone. With k > 1 the candidates are the first k
+               tokens in the order of mt_sample_desc, by increasing id. When the shard has fewer than k tokens, they are
+               followed by logits of -infinity with the id -1.
+   ids:        ids[i] = the token that is drawn for row i, from gathered [shards * rows, 2 k], the candidates of shard
+               0, 1, ... in this order. All shards have the same number of columns. ids [rows] is in memory of the
+               context's device.
+   MT_ERR_DATA: a logit is NaN. mt_sample_ids returns it, so all ranks do, and ids[i] is -1. A GPU only writes the -1:
+   call mt_ids_check. A logit may be infinite. A token with -infinity is drawn only if all tokens of the row have it.
+   MT_ERR_ARGUMENT: a field of desc is out of range. */
+MT_API mt_status mt_sample_candidates(mt_context *ctx, const mt_sample_desc *desc, int64_t vocab, int64_t first_col,
+                                      mt_tensor logits, mt_tensor candidates);
+MT_API mt_status mt_sample_ids(mt_context *ctx, const mt_sample_desc *desc, int64_t vocab, mt_tensor gathered,
+                               int shards, int32_t *ids);
+
+/* ---- a step for many tensors, for authors of optimizers (src/ops/multi_tensor.h) --------------------------------- */
+
+/* out [1, 1] += the sum of the squares of the elements of x, added as in mt_sum. */
+MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out);
+
+/* Operators over a list of tensors, with a few launches for the whole list (the multi_tensor_apply of NVIDIA's Apex).
+   A list is made once and used in every step. It keeps the addresses, not the data, of its tensors, which must stay
+   where they are until mt_multi_tensor_destroy.
+   mt_multi_tensor_create_adamw makes a list for mt_multi_tensor_adamw, with `count` tensors. With stochastic_rounding 1
+   each of them has a `random`.
+   mt_multi_tensor_create_squares makes a list for mt_multi_tensor_sum_of_squares.
+   Both copy the array `tensors`. On a GPU they also allocate with mt_context_alloc, copy a table to the GPU, and wait
+   for the stream. count may be 0. The caller owns the list, and destroys it before the context. Errors:
+   MT_ERR_ARGUMENT, MT_ERR_SHAPE, MT_ERR_DTYPE, MT_ERR_MEMORY, MT_ERR_SYSTEM; *out is then unchanged. */
+typedef struct mt_multi_tensor mt_multi_tensor;
+typedef struct mt_adamw_tensor {
+    mt_tensor param, master, grad, m, v; /* as in mt_adamw_step */
+    int weight_decay;                    /* 1: mt_adamw.weight_decay applies; 0: no weight decay */
+    mt_random random;                    /* step n takes the random words of subsequence random.subsequence + n */
+} mt_adamw_tensor;
+typedef struct mt_square_tensor {
+    mt_tensor x; /* MT_F32 */
+    int64_t out; /* the column of `out` to which the squares of x are added */
+} mt_square_tensor;
+MT_API mt_status mt_multi_tensor_create_adamw(mt_context *ctx, const mt_adamw_tensor *tensors, int count,
+                                              int stochastic_rounding, mt_multi_tensor **out);
+MT_API mt_status mt_multi_tensor_create_squares(mt_context *ctx, const mt_square_tensor *tensors, int count,
+                                                mt_multi_tensor **out);
+MT_API void mt_multi_tensor_destroy(mt_context *ctx, mt_multi_tensor *list); /* NULL is allowed */
+
+/* Does the step of mt_adamw_step for every tensor of the list, with the same bits. hyper->stochastic_rounding must be
+   NULL, because the list says how to round. `values` may be NULL. Otherwise it is in memory of the context's device.
+   When the step runs on the device, it takes lr, grad_scale and step from there, and does nothing if skip is not 0.
+   Those of hyper are then not used, but still checked. What is in memory of the device is not checked.
+   MT_ERR_ARGUMENT: stochastic_rounding is not NULL, the list is of another kind, or mt_adamw_check refuses hyper. */
+MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *list, const mt_adamw *hyper,
+                                       const mt_adamw_values *values);
+
+/* Does mt_sum_of_squares for every tensor of the list, in its order and with the same bits: out [1, n] in MT_F32 gets
+   out[0][tensor.out] += sum of squares. MT_ERR_ARGUMENT: a list of another kind, or a tensor.out that is not in [0, n).
+   Scratch memory comes from the arena. */
+MT_API mt_status mt_multi_tensor_sum_of_squares(mt_context *ctx, const mt_multi_tensor *list, mt_tensor out);
 
 /* Decides what a step does: computes the norm from `sums`, updates the loss scale as mt_loss_scaler_update does, clips
    as mt_clip_coefficient does, and writes values->loss, norm and adamw, all with the same bits as these functions.
@@ -966,6 +999,14 @@ MT_API mt_status mt_sample_check(mt_context *ctx, const char *function, const mt
    but 0 for MT_ZERO, and -100 for 0. */
 MT_API int32_t mt_ignore_index(int32_t ignore_index);
 
+/* Adds a hash of x to *hash, to compare tensors. x, of a float type, is a part of a tensor that has global_cols
+   columns. x begins at row first_row and column first_col of that tensor. To hash the tensor, set *hash to 0 and call
+   mt_hash for each part: the total does not depend on how the tensor is split. The hash of x is the sum modulo 2^64 of
+   mt_hash_element(e, bits) over the elements (i, j) of x, with e = (first_row + i) * global_cols + first_col + j and
+   bits = the 32 or 16 bits of the element. On MT_DEVICE_META *hash does not change. */
+MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
+                         uint64_t *hash);
+
 /* Returns the hash of one element, from its global number and its bits. mt_hash adds up these hashes. */
 MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits);
 
@@ -979,23 +1020,6 @@ MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt
    finite and in range. `function` is the name of your function, and `name` that of the block, for the message; name may
    be NULL. MT_ERR_ARGUMENT: a field is out of range, or scores is NULL. */
 MT_API mt_status mt_scores_check(mt_context *ctx, const char *function, const char *name, const mt_scores_desc *scores);
-
-/* For blocks that use a key/value cache. ids [batch * seq], added [batch] and lengths [batch] are in memory of the
-   context's device.
-   check:     checks desc and max_seq and, on a CPU, desc->lengths and cache->lengths. It does not read keys and values.
-              Call it before the block communicates, with a desc of all groups of the model, so that all ranks return
-              the same error. `where` is the name of the calling function, for the error message.
-   positions: ids[b * seq + i] = min(lengths[b] + i, max_seq - 1), the position of token i of sequence b, as
-              mt_embedding_forward needs it for a table of positions.
-   advance:   lengths[b] = min(lengths[b] + added[b], max_seq), with seq instead of added[b] when added is NULL. lengths
-              is the array that the caches of all layers share. Call it once, after the last layer. added is the
-              desc->lengths of the step: a number below 0 counts as 0, and one above seq as seq. */
-MT_API mt_status mt_kv_cache_check(mt_context *ctx, const char *where, const mt_attention_desc *desc,
-                                   const mt_kv_cache *cache);
-MT_API mt_status mt_kv_cache_positions(mt_context *ctx, const mt_kv_cache *cache, int64_t batch, int64_t seq,
-                                       int32_t *ids);
-MT_API mt_status mt_kv_cache_advance(mt_context *ctx, int64_t max_seq, int64_t batch, int64_t seq, const int32_t *added,
-                                     int32_t *lengths);
 
 /* For checkpoints: returns the name of the first field that is out of range, such as "loss_scaler.min_scale", or NULL.
    desc NULL: NULL. */

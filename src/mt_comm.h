@@ -17,6 +17,9 @@
    To run ranks as processes, on one machine or many, call mt_world_from_env instead of mt_launch and start the program
    with torchrun, srun or mpirun. Without a launcher the same program runs its ranks as threads.
 
+   The chapters for users come first. The chapters behind them, "for authors of ...", are for programs with operators,
+   layers or transports of their own.
+
    The library starts no processes, keeps no global state, and never calls exit or abort. A rank that waits for another
    rank spins briefly and then sleeps.
 
@@ -67,7 +70,6 @@ extern "C" {
 #include "comm/communicator.h"
 #include "comm/nccl.h"
 #include "comm/mpi.h"
-#include "comm/transport.h"
 #include "comm/ledger.h"
 #include "comm/collectives.h"
 #include "comm/compare.h"
@@ -76,6 +78,8 @@ extern "C" {
 #include "comm/trace.h"
 #include "comm/graph.h"
 #include "comm/launch.h"
+#include "comm/overlap.h"
+#include "comm/transport.h"
 #include "comm/authors.h"
 #include "check/authors.h"
 

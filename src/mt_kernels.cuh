@@ -53,6 +53,9 @@
    built-in loop computes GEMMs. oneDNN may have version 2 or 3 (tested: 2.6 and 3.2).
    MT_CBLAS_HEADER names the header that declares cblas_sgemm, for instance '<mkl_cblas.h>' (default: <cblas.h>).
 
+   The chapters for users come first. The chapters behind them, "for authors of ...", are for programs with operators,
+   layers, losses, samplers or optimizers of their own.
+
    To add an operator, follow docs/adding-an-operator.md. For a short example, read src/ops/bias.c. */
 
 #include "mt_comm.h" /* outside the guard: a second #include may come with MEGATRON_IMPLEMENTATION */
@@ -75,12 +78,17 @@ extern "C" {
 #include "ops/attention.h"
 #include "ops/kv_cache.h"
 #include "ops/embedding.h"
-#include "ops/cross_entropy.h"
 #include "ops/softmax.h"
 #include "ops/sample.h"
 #include "ops/adamw.h"
 #include "ops/loss_scaler.h"
 #include "ops/step.h"
+#include "ops/gemm_packed.h"
+#include "ops/attention_qkv.h"
+#include "ops/cross_entropy.h"
+#include "ops/softmax_shard.h"
+#include "ops/sample_shard.h"
+#include "ops/multi_tensor.h"
 #include "ops/authors.h"
 
 #ifdef __cplusplus

@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "mlp.c"
 #include "../comm/communicator.h"
+#include "../ops/attention_qkv.h"
 #include "../parallel/hash_log.h"
 #include "../comm/hash.c"
 

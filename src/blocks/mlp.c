@@ -2,7 +2,6 @@
 
 #pragma once
 #include "mlp.h"
-#include "../comm/defaults.h"
 #include "../ops/move.h"
 #include "../ops/authors.h"
 #include "../parallel/authors.h"

@@ -1,6 +1,7 @@
 /* ---- for authors of operators and layers ------------------------------------------------------------------------- */
 
 #pragma once
+#include "defaults.h"
 #include "trace.h"
 
 /* A slot is memory that belongs to a context and holds options and state of one owner. Each of the other three headers
@@ -28,11 +29,13 @@ MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot); /* NULL befor
 typedef void (*mt_forget_function)(mt_context *ctx, const void *data, size_t bytes, int gone);
 MT_API void mt_context_set_forget(mt_context *ctx, mt_forget_function forget);
 
-/* Four values of the context's desc, with the defaults filled in, two properties of its device, and whether it records
+/* Six values of the context's desc, with the defaults filled in, two properties of its device, and whether it records
    a CUDA graph. When ctx is NULL, the values are those of a CPU context with an empty desc, and the compute capability
    is 0. */
 MT_API int mt_context_threads(const mt_context *ctx);
-MT_API mt_device mt_context_planned(const mt_context *ctx); /* `device`, except on MT_DEVICE_META */
+MT_API int mt_context_invariant(const mt_context *ctx);      /* V, or 0 */
+MT_API int mt_context_invariant_data(const mt_context *ctx); /* V_d, or 0 */
+MT_API mt_device mt_context_planned(const mt_context *ctx);  /* `device`, except on MT_DEVICE_META */
 MT_API int mt_context_ordinal(const mt_context *ctx);
 MT_API int mt_context_arena_symmetric(const mt_context *ctx);
 MT_API int mt_context_compute_capability(const mt_context *ctx); /* 80 for sm_80; other devices: 90 */
@@ -40,6 +43,11 @@ MT_API int mt_context_has_data(const mt_context *ctx);           /* 0 on MT_DEVI
 /* Returns 0 for memory of the caller on MT_DEVICE_META, whose addresses mean nothing, else 1. */
 MT_API int mt_context_has_address(const mt_context *ctx, const void *data);
 MT_API int mt_context_records(const mt_context *ctx); /* 1 between mt_graph_begin and mt_graph_end, else 0 */
+
+/* Returns the number that a field of a desc means where MT_ZERO means zero and 0 selects `otherwise`. */
+static inline float mt_or_default(float value, float otherwise) {
+    return value == (float)MT_ZERO ? 0.0f : value == 0.0f ? otherwise : value;
+}
 
 /* Computes items [0, count) on the mt_context_desc.threads threads of a context, and returns when all are done. Each
    thread gets at most one range of neighbouring items, [first, last), and its number, `thread`, from 0 to
@@ -91,6 +99,14 @@ MT_API void mt_arena_set_peak(mt_context *ctx, size_t peak);
    each has its own [first, end), and all share the scratch memory from `top` on. Memory that would end behind the arena
    is not allocated: mt_arena_alloc returns MT_ERR_MEMORY. */
 MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t top);
+
+MT_API int mt_comm_is_meta(const mt_comm *comm); /* 1: comm is from mt_comm_create_meta; 0: it is not, or it is NULL */
+
+/* Gathers `bytes` bytes of host memory of each rank into all [ranks, bytes], also in host memory, on every rank.
+   Collective over comm: an all_gather, which the ledger does not count, through memory on the device. On a meta
+   communicator, the parts of other ranks become 0. Errors: MT_ERR_ARGUMENT (NULL, bytes is 0 or too large),
+   MT_ERR_MEMORY, and those of a collective. */
+MT_API mt_status mt_comm_gather_host(mt_context *ctx, mt_comm *comm, const void *mine, size_t bytes, void *all);
 
 /* Registers memory from mt_context_alloc with NCCL; memory is the pointer that mt_context_alloc gave. mt_context_free
    and mt_comm_destroy end the registration. Collective over comm. Afterwards, collectives on comm must use the
@@ -149,6 +165,9 @@ typedef struct mt_range_error {
     char function[24], name[24];
 } mt_range_error;
 MT_API mt_status mt_range_fail(mt_context *ctx, const mt_range_error *error);
+
+/* The stream into which calls with ctx put their work: a cudaStream_t; NULL on other devices than MT_DEVICE_CUDA. */
+MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx);
 
 /* For operators on MT_DEVICE_CUDA. When CUDA is not built, all of these functions return MT_ERR_UNSUPPORTED.
    mt_cuda_enter: makes the context's GPU current and clears errors that the program has left in the CUDA runtime. Call
@@ -210,6 +229,11 @@ MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size
    mt_trace_recompute  (ctx, 1) marks the entries that follow as recomputed, until (ctx, 0). Pairs may be nested. */
 MT_API void mt_trace_add(mt_context *ctx, const mt_trace_entry *entry);
 MT_API void mt_trace_recompute(mt_context *ctx, int recomputes);
+
+/* Says how far the last rank of a meta communicator is from its first one, counted in ranks of the whole program.
+   mt_grid_create sets this span for its groups. A prediction of time needs it, because ranks that are far apart are in
+   different nodes. At first it is size - 1: all ranks are neighbours. A smaller span is ignored. */
+MT_API void mt_comm_set_span(mt_comm *comm, int span);
 
 /* These three do the work of mt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region and
    mt_reduce_from_tensor_region_forward in several calls, one for each chunk of rows. Every call gets the whole views x

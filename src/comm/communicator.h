@@ -19,11 +19,6 @@ MT_API mt_status mt_comm_create_local(int ranks, double timeout_s, mt_comm **com
    Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
 MT_API mt_status mt_comm_create_meta(int size, int rank, mt_comm **out);
 
-/* Says how far the last rank of a meta communicator is from its first one, counted in ranks of the whole program.
-   mt_grid_create sets this span for its groups. A prediction of time needs it, because ranks that are far apart are in
-   different nodes. At first it is size - 1: all ranks are neighbours. A smaller span is ignored. */
-MT_API void mt_comm_set_span(mt_comm *comm, int span);
-
 /* Splits comm into groups, as MPI_Comm_split does. Ranks with the same color form a group, ordered by key, then by rank
    in comm. color < 0 gives *out = NULL. The new group has the timeout of comm. Collective over comm. A meta
    communicator cannot be split: use mt_comm_create_meta. Errors: MT_ERR_MEMORY, and those of a collective. */
@@ -41,7 +36,6 @@ MT_API void mt_comm_destroy(mt_comm *comm);
    communicator is NULL". */
 MT_API int mt_comm_rank(const mt_comm *comm);
 MT_API int mt_comm_size(const mt_comm *comm);
-MT_API int mt_comm_is_meta(const mt_comm *comm);
 MT_API void mt_comm_set_name(mt_comm *comm, const char *name); /* used in messages; keeps 15 characters */
 MT_API const char *mt_comm_name(const mt_comm *comm);
 MT_API const char *mt_comm_last_error(const mt_comm *comm);

@@ -22,9 +22,3 @@ typedef struct mt_setting {
    Errors: MT_ERR_ARGUMENT (NULL, negative count), MT_ERR_MEMORY, and those of a collective. */
 MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *what, int group,
                                  const mt_setting *settings, int count);
-
-/* Gathers `bytes` bytes of host memory of each rank into all [ranks, bytes], also in host memory, on every rank.
-   Collective over comm: an all_gather, which the ledger does not count, through memory on the device. On a meta
-   communicator, the parts of other ranks become 0. Errors: MT_ERR_ARGUMENT (NULL, bytes is 0 or too large),
-   MT_ERR_MEMORY, and those of a collective. */
-MT_API mt_status mt_comm_gather_host(mt_context *ctx, mt_comm *comm, const void *mine, size_t bytes, void *all);

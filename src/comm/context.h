@@ -92,16 +92,13 @@ static inline mt_status mt_context_create(mt_comm *world, const mt_context_desc 
 }
 MT_API void mt_context_destroy(mt_context *ctx); /* waits for the GPU; NULL is allowed */
 MT_API mt_device mt_context_device(const mt_context *ctx);
-MT_API int mt_device_count(mt_device device);           /* number of GPUs (0: CUDA is not built); other devices: 1 */
-MT_API int mt_context_invariant(const mt_context *ctx); /* V, or 0 */
-MT_API int mt_context_invariant_data(const mt_context *ctx); /* V_d, or 0 */
+MT_API int mt_device_count(mt_device device); /* number of GPUs (0: CUDA is not built); other devices: 1 */
 
 /* On MT_DEVICE_CUDA, calls put their work into the context's stream, in the order of the calls.
    mt_context_synchronize waits until all work in the stream is done. On other devices it returns at once. Errors:
    MT_ERR_TIMEOUT or MT_ERR_PEER (a collective over NCCL does not end), MT_ERR_SYSTEM (CUDA failed), MT_ERR_DATA (a
    kernel has found data out of range: see mt_ids_check; this is reported once). */
 MT_API mt_status mt_context_synchronize(mt_context *ctx);
-MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx); /* a cudaStream_t; NULL on other devices */
 
 /* The message of the last error of a call with ctx, or "" when no call has failed. The string belongs to ctx. When ctx
    is NULL, the message is "the context is NULL". */

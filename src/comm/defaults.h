@@ -12,9 +12,5 @@
        ignore_index                     of the cross-entropy and of models: targets of 0 have no loss
    In the other fields zero is no useful value, and MT_ZERO is refused as out of range; in a norm, for instance, an eps
    of 0 divides by zero when all features are equal. Fields without "0: x", such as weight_decay, temperature, dropout
-   and seed, take 0 as it is.
-   mt_or_default is for authors of blocks: it returns the number that a field means, where 0 selects `otherwise`. */
+   and seed, take 0 as it is. mt_or_default returns the number that such a field means. */
 #define MT_ZERO INT32_MIN
-static inline float mt_or_default(float value, float otherwise) {
-    return value == (float)MT_ZERO ? 0.0f : value == 0.0f ? otherwise : value;
-}

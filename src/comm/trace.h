@@ -2,7 +2,14 @@
 
 #pragma once
 #include "ledger.h"
-#include "conjugates.h"
+
+/* The streams of a context on a GPU. The layers overlap communication with computation in the second and the third, and
+   mt_overlap_begin does so in a layer of your own. */
+typedef enum mt_stream {
+    MT_STREAM_NONE = 0, /* no overlap: the context's own stream */
+    MT_STREAM_SECOND = 1,
+    MT_STREAM_THIRD = 2
+} mt_stream;
 
 /* The kinds of work in a trace. They differ in what their time depends on. */
 typedef enum mt_work {

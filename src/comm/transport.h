@@ -1,4 +1,4 @@
-/* ---- communicators over a transport of the program --------------------------------------------------------------- */
+/* ---- communicators over a transport of the program, for authors of transports ------------------------------------ */
 
 #pragma once
 #include "context.h"

@@ -4,6 +4,7 @@
 #include "collectives.h"
 #include "graph.h"
 #include "launch.h"
+#include "overlap.h"
 #include "authors.h"
 #include "system.h"
 

@@ -2,7 +2,6 @@
 
 #pragma once
 #include "fields.h"
-#include "../ops/loss_scaler.h"
 #include "../parallel/optimizer.h"
 
 /* Saves and loads the parameters of a registry, the state of its optimizer, and the training state of a loop:

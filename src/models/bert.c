@@ -3,6 +3,7 @@
 #pragma once
 #include "bert.h"
 #include "gpt.c"
+#include "../comm/conjugates.h"
 
 static mt_language_model_desc mti_bert_model(const mt_bert_desc *d) {
     mt_language_model_desc m;

@@ -2,6 +2,7 @@
 
 #pragma once
 #include "adamw.h"
+#include "step.h"
 #include "map.cuh"
 #include "random_words.cuh"
 #include "operator.c"

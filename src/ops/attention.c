@@ -2,6 +2,7 @@
 
 #pragma once
 #include "attention.h"
+#include "attention_qkv.h"
 #include "gemm.c"
 #include "attention_cpu.c"
 #include "attention_choice.cuh"

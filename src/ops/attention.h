@@ -93,7 +93,7 @@ typedef struct mt_attention_desc {
     mt_dropout dropout;
     mt_qkv_layout qkv_layout; /* of qkv and dqkv; 0: MT_QKV_PER_GROUP */
     /* advanced */
-    /* Keys of a sequence; 0: seq. Other numbers are for mt_dot_product_attention_forward. lengths is then limited by
+    /* Keys of a sequence; 0: seq. Other numbers are not for a tensor qkv (MT_ERR_SHAPE). lengths is then limited by
        kv_seq, and query i has the position i + kv_seq - seq among the keys: the last query and the last key have the
        same position. The mask, the window and ALiBi use this position, and element numbers of dropout count kv_seq keys
        for each query. */
@@ -111,11 +111,17 @@ typedef struct mt_attention_desc {
     mt_attention_bias bias; /* or a boolean mask; it is added to the scores */
 } mt_attention_desc;
 
-/* forward:  out [batch * seq, heads * head_dim] = dropout(softmax(scale * q k^T, masked)) v, with heads =
-             groups * heads_per_group. lse [heads, batch * seq] = the log of the sum of exponentials of the scaled
-             scores. It is optional: only backward needs it.
-   backward: dqkv = the gradient of qkv, of the same shape, and desc->bias.grad (optional) += the gradient of the bias.
-             It takes the out and lse of forward and computes the probabilities again. dout must not overlap out.
+/* Attention of queries q to keys k and values v: self-attention, cross-attention, or attention to earlier keys.
+   heads is groups * heads_per_group. desc->qkv_layout is not read.
+     q, dq         [batch * seq, heads * head_dim]. The query at position i of sequence b is row b * seq + i
+     k, v, dk, dv  [batch * kv_seq, groups * head_dim], in the same way
+     out, dout     [batch * seq, heads * head_dim]
+     lse           [heads, batch * seq]
+   forward:  out = dropout(softmax(scale * q k^T, masked)) v. lse = the log of the sum of exponentials of the scaled
+             scores. It is optional: only backward needs it. A query that sees no key has out = 0 and lse = -INFINITY.
+   backward: dq, dk and dv = the gradients of q, k and v, and desc->bias.grad (optional) += the gradient of the bias.
+             It takes the out and lse of forward and computes the probabilities again. A query that sees no key adds
+             nothing to the gradients.
    Scratch memory grows linearly with seq. On GPUs from sm_80 on, bf16 and f16 with head_dim 64, 96 or 128 use tensor
    cores, if nvcc compiled the program for such a GPU (-arch=native). They skip tiles of keys that no query of a block
    sees, so a window or short documents make them faster. Other calls use a slower kernel without tensor cores, also
@@ -128,24 +134,11 @@ typedef struct mt_attention_desc {
    (-march=native on such a processor) multiplies in the tiles of AMX, if Linux permits it; then sums have another
    order. Probabilities and gradients of scores are rounded to bf16 before they are multiplied. The softmax and lse are
    computed in f32, and denormal bf16 numbers count as 0. A NaN or infinity in a row can reach the results of 31
-   neighbouring rows that do not see it. Other calls on a CPU compute in f32. mt_kv_cache_attention does the same for
-   more than MT_KV_DECODE_QUERIES queries, and in invariant mode.
+   neighbouring rows that do not see it. Other calls on a CPU compute in f32.
    Forward does not read desc->bias.grad. Backward changes only the rows of this call's heads in it. Errors:
-   MT_ERR_ARGUMENT (in backward: bias.grad overlaps another tensor of the call, or the bias is missing or is a boolean
-   mask), MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535 heads or sequences). */
-MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
-                                      mt_tensor lse);
-MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
-                                       mt_tensor lse, mt_tensor dout, mt_tensor dqkv);
-
-/* Attention with queries, keys and values in separate tensors: for cross-attention, and for keys of earlier steps. With
-   desc->kv_seq = 0 it computes what mt_attention_forward computes. desc->qkv_layout is not read.
-     q, dq         [batch * seq, heads * head_dim]. The query at position i of sequence b is row b * seq + i
-     k, v, dk, dv  [batch * kv_seq, groups * head_dim], in the same way
-     out, lse      as in mt_attention_forward: [batch * seq, heads * head_dim] and [heads, batch * seq]
-   A query that sees no key has out = 0 and lse = -INFINITY, and adds nothing to the gradients. backward overwrites dq,
-   dk and dv, and adds to desc->bias.grad. MT_ERR_ARGUMENT: out of forward, or dq, dk or dv, overlaps another tensor
-   of the call. Other errors are those of mt_attention_forward and mt_attention_backward. */
+   MT_ERR_ARGUMENT (out of forward, or dq, dk or dv, overlaps another tensor of the call; in backward also: bias.grad
+   does, or the bias is missing or is a boolean mask), MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535
+   heads or sequences). */
 MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
                                                   mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse);
 MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,

@@ -3,7 +3,6 @@
 #pragma once
 #include "amx.c"
 #include "dropout.c"
-#include "../comm/defaults.h"
 #include "../comm/context.c"
 
 /* Checks the sizes in desc, and that the shapes of the argument tables below do not overflow. */

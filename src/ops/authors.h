@@ -1,7 +1,7 @@
 /* ---- for authors of operators and blocks ------------------------------------------------------------------------- */
 
 #pragma once
-#include "kv_cache.h"
+#include "attention.h"
 #include "sample.h"
 #include "adamw.h"
 #include "loss_scaler.h"
@@ -94,6 +94,14 @@ MT_API mt_status mt_sample_check(mt_context *ctx, const char *function, const mt
    but 0 for MT_ZERO, and -100 for 0. */
 MT_API int32_t mt_ignore_index(int32_t ignore_index);
 
+/* Adds a hash of x to *hash, to compare tensors. x, of a float type, is a part of a tensor that has global_cols
+   columns. x begins at row first_row and column first_col of that tensor. To hash the tensor, set *hash to 0 and call
+   mt_hash for each part: the total does not depend on how the tensor is split. The hash of x is the sum modulo 2^64 of
+   mt_hash_element(e, bits) over the elements (i, j) of x, with e = (first_row + i) * global_cols + first_col + j and
+   bits = the 32 or 16 bits of the element. On MT_DEVICE_META *hash does not change. */
+MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
+                         uint64_t *hash);
+
 /* Returns the hash of one element, from its global number and its bits. mt_hash adds up these hashes. */
 MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits);
 
@@ -107,23 +115,6 @@ MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt
    finite and in range. `function` is the name of your function, and `name` that of the block, for the message; name may
    be NULL. MT_ERR_ARGUMENT: a field is out of range, or scores is NULL. */
 MT_API mt_status mt_scores_check(mt_context *ctx, const char *function, const char *name, const mt_scores_desc *scores);
-
-/* For blocks that use a key/value cache. ids [batch * seq], added [batch] and lengths [batch] are in memory of the
-   context's device.
-   check:     checks desc and max_seq and, on a CPU, desc->lengths and cache->lengths. It does not read keys and values.
-              Call it before the block communicates, with a desc of all groups of the model, so that all ranks return
-              the same error. `where` is the name of the calling function, for the error message.
-   positions: ids[b * seq + i] = min(lengths[b] + i, max_seq - 1), the position of token i of sequence b, as
-              mt_embedding_forward needs it for a table of positions.
-   advance:   lengths[b] = min(lengths[b] + added[b], max_seq), with seq instead of added[b] when added is NULL. lengths
-              is the array that the caches of all layers share. Call it once, after the last layer. added is the
-              desc->lengths of the step: a number below 0 counts as 0, and one above seq as seq. */
-MT_API mt_status mt_kv_cache_check(mt_context *ctx, const char *where, const mt_attention_desc *desc,
-                                   const mt_kv_cache *cache);
-MT_API mt_status mt_kv_cache_positions(mt_context *ctx, const mt_kv_cache *cache, int64_t batch, int64_t seq,
-                                       int32_t *ids);
-MT_API mt_status mt_kv_cache_advance(mt_context *ctx, int64_t max_seq, int64_t batch, int64_t seq, const int32_t *added,
-                                     int32_t *lengths);
 
 /* For checkpoints: returns the name of the first field that is out of range, such as "loss_scaler.min_scale", or NULL.
    desc NULL: NULL. */

@@ -8,7 +8,6 @@
 #include "ptx.cuh"
 #include "numbers.c"
 #include "operator.c"
-#include "../comm/defaults.h"
 
 static mt_status mti_expect_cross_entropy(mt_context *ctx, const char *where, const mt_cross_entropy_shard_desc *s) {
     if (!ctx) return MT_ERR_ARGUMENT;

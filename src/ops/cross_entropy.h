@@ -1,4 +1,4 @@
-/* ---- cross-entropy over a vocabulary shard ----------------------------------------------------------------------- */
+/* ---- cross-entropy over a vocabulary shard, for authors of losses ------------------------------------------------ */
 
 #pragma once
 #include "../comm/context.h"

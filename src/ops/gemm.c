@@ -2,6 +2,7 @@
 
 #pragma once
 #include "gemm.h"
+#include "gemm_packed.h"
 #include "rows.c"
 #include "panels.c"
 #include "operator.c"

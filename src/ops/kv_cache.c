@@ -2,6 +2,7 @@
 
 #pragma once
 #include "kv_cache.h"
+#include "attention_qkv.h"
 #include "math.cuh"
 #include "attention_cpu.c"
 #include "attention_choice.cuh"

@@ -25,22 +25,12 @@ MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y);
 MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y);
 MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host);
 
-/* mt_sum: out [1, 1] += the sum of the elements of x. mt_sum_of_squares: out [1, 1] += the sum of their squares.
-   A CPU accumulates in double, and makes no f32 copy of x. A GPU adds groups of 8 consecutive elements of a row in
-   fp32, then these sums in double. */
+/* out [1, 1] += the sum of the elements of x. A CPU accumulates in double, and makes no f32 copy of x. A GPU adds
+   groups of 8 consecutive elements of a row in fp32, then these sums in double. */
 MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out);
-MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out);
 
 /* Adds the rows of x [rows, cols], MT_F32, in place. Row 0 becomes the sum of all rows; the other rows are undefined
    afterwards. It adds rows in the binary tree in which mt_all_reduce adds ranks, ((0+1)+(2+3))+.... Use it for your own
    sums over micro-batches, such as the mean loss. In invariant mode, the bits of these sums then do not depend on the
    number of ranks (see docs/invariance.md). */
 MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x);
-
-/* Adds a hash of x to *hash, to compare tensors. x, of a float type, is a part of a tensor that has global_cols
-   columns. x begins at row first_row and column first_col of that tensor. To hash the tensor, set *hash to 0 and call
-   mt_hash for each part: the total does not depend on how the tensor is split. The hash of x is the sum modulo 2^64 of
-   mt_hash_element(e, bits) over the elements (i, j) of x, with e = (first_row + i) * global_cols + first_col + j and
-   bits = the 32 or 16 bits of the element. On MT_DEVICE_META *hash does not change. */
-MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
-                         uint64_t *hash);

@@ -1,6 +1,7 @@
 /* ---- AdamW and sums of squares of many tensors ------------------------------------------------------------------- */
 
 #pragma once
+#include "multi_tensor.h"
 #include "sum.c"
 #include "adamw.c"
 

@@ -2,6 +2,7 @@
 
 #pragma once
 #include "sample.h"
+#include "sample_shard.h"
 #include "random_words.cuh"
 #include "cross_entropy.c"
 #include "../comm/context.c"

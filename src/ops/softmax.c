@@ -2,6 +2,7 @@
 
 #pragma once
 #include "softmax.h"
+#include "softmax_shard.h"
 #include "math.cuh"
 #include "cross_entropy.c"
 

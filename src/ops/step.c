@@ -2,6 +2,7 @@
 
 #pragma once
 #include "step.h"
+#include "multi_tensor.h"
 #include "operator.c"
 
 MT_API const char *mt_loss_scaler_fault(const mt_loss_scaler_desc *d) {

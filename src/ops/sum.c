@@ -1,6 +1,7 @@
 /* ---- sums over rows ---------------------------------------------------------------------------------------------- */
 
 #pragma once
+#include "multi_tensor.h"
 #include "operator.c"
 #include "sum.cuh"
 

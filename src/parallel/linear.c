@@ -3,7 +3,7 @@
 #pragma once
 #include "linear.h"
 #include "gradients.c"
-#include "../comm/defaults.h"
+#include "../comm/conjugates.h"
 #include "../ops/linear.h"
 
 /* The first functions are those of authors.h that layers share. */

@@ -2,7 +2,6 @@
 
 #pragma once
 #include "linear.c"
-#include "../ops/attention_choice.cuh"
 
 /* Checks one tensor of a layer; suffix is its name in mt_linear_tensors. */
 static mt_status mti_own_check(mt_context *ctx, const char *function, const char *name, const char *suffix, mt_tensor t,

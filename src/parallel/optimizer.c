@@ -5,7 +5,6 @@
 #include "step.h"
 #include "scatter.c"
 #include "sync.c"
-#include "../comm/defaults.h"
 
 static mt_status mti_optimizer_check(mt_context *ctx, const mt_params *params, const mt_optimizer_desc *d) {
     static const char *const function = "mt_optimizer_create";

@@ -2,7 +2,7 @@
 
 #pragma once
 #include "params.h"
-#include "../ops/adamw.h"
+#include "../ops/multi_tensor.h"
 
 typedef struct mt_optimizer_desc {
     float beta1, beta2; /* MT_ZERO: 0; 0: 0.9, 0.999 */

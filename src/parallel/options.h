@@ -1,7 +1,7 @@
 /* ---- options of the layers --------------------------------------------------------------------------------------- */
 
 #pragma once
-#include "../comm/conjugates.h"
+#include "../comm/overlap.h"
 
 /* Kinds of communication that overlap with computation on MT_DEVICE_CUDA. Layers communicate on a second stream, and
    parameter gradients are summed on a third stream. By default all kinds overlap; a bit in

@@ -3,6 +3,8 @@
 #pragma once
 #include "params.h"
 #include "invariant.c"
+#include "../ops/gemm_packed.h"
+#include "../ops/multi_tensor.h"
 
 /* Memory that lives as long as the registry, such as the layers of a model (host) or rotary tables (device). */
 typedef struct mti_buffer {

@@ -2,6 +2,7 @@
 
 #pragma once
 #include "vocab.c"
+#include "../ops/sample_shard.h"
 
 static mt_status mti_sample_check(mt_context *ctx, const char *function, mt_comm *tp, int64_t vocab,
                                   int64_t padded_vocab, const mt_sample_desc *desc, mt_tensor logits) {

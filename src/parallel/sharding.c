@@ -2,7 +2,6 @@
 
 #pragma once
 #include "params.c"
-#include "../ops/embedding.cuh"
 
 /* A run: `count` features of a parameter's split dimension, which are neighbours in the whole dimension, from `global`
    on, and in a rank's shard, from `local` on. What a rank has of a parameter is a list of runs, in the order of its

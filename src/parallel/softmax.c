@@ -2,7 +2,7 @@
 
 #pragma once
 #include "vocab.c"
-#include "../ops/softmax.h"
+#include "../ops/softmax_shard.h"
 
 /* A tensor of the size of the logits, with its name. */
 typedef struct mti_named {

@@ -2,7 +2,6 @@
 
 #pragma once
 #include "optimizer.h"
-#include "../ops/step.h"
 
 /* A training step that keeps its numbers in memory of the device. mt_grad_norm waits for the device, because the loop
    needs the norm; here the device decides, and the loop only reads results when it wants to print them:

@@ -4,7 +4,6 @@
 #include "sync.h"
 #include "gradients.c"
 #include "buckets.c"
-#include "../ops/step.h"
 
 /* What mti_gradient_level does with the gradients and the finished subtree of a level, which is the sum of the
    gradients of 2^level micro-batches. */

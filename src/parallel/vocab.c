@@ -3,6 +3,7 @@
 #pragma once
 #include "vocab.h"
 #include "linear.c"
+#include "../ops/embedding.h"
 #include "../ops/cross_entropy.h"
 
 MT_API mt_status mt_vocab_parallel_embedding_create(mt_context *ctx, mt_params *params, const char *name,
