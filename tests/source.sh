@@ -270,6 +270,29 @@ END
     [ "$(long_descs "$copy/src")" = "$copy/src/blocks/mlp.h: mt_b_desc has more than 14 fields" ]
 }
 
+# Prints each chapter for users in the headers in the folder $1 that stands behind one for authors.
+late_chapters() {
+    for header in $headers; do
+        awk -v header="$header" '
+            /^\/\* =+ the API ends here/ { exit }
+            !/^\/\* ---- .* \(src\// { next }
+            /for authors/ { authors = 1; next }
+            authors { sub(/^\/\* ---- /, ""); sub(/ -* \*\/$/, ""); print header ": for users, behind authors: " $0 }' \
+            "$1/$header"
+    done
+}
+
+users_first() { late_chapters . | fail_on_output; }
+
+# In a copy, a chapter for users that was moved to the end of its header is found.
+finds_late_chapters() {
+    copy_project chapters || return 1
+    sed -i.bak -e '/"ops\/adamw.h"/d' -e 's/^#include "ops\/authors.h"$/&\n#include "ops\/adamw.h"/' \
+        "$copy/src/mt_kernels.cuh" && sed -i.bak '/adamw.h/d' "$copy"/src/ops/*.h || return 1
+    sh "$copy/tools/headers.sh" || return 1
+    [ "$(late_chapters "$copy")" = "mt_kernels.cuh: for users, behind authors: optimizer (src/ops/adamw.h)" ]
+}
+
 # Prints the tables of operators that src/ops/tables.c does not have.
 all_tables() {
     sed -n 's/^static const mti_table \(mti_[a-z_0-9]*\) = .*/\1/p' src/ops/*.c | grep -v _alone_table |
@@ -322,6 +345,8 @@ check "check mode does not decide by the names of operands and calls" no_names
 check "code that does is found" finds_names
 check "no desc has more than 14 fields, nor has mt_batch" short_descs
 check "a desc that has more is found" finds_long_descs
+check "in each header, no chapter for users stands behind one for authors" users_first
+check "a chapter that does is found" finds_late_chapters
 check "src/ops/tables.c has the table of every operator" all_tables
 check "the picture of docs/architecture.md is that of src/" drawn
 check "each file of src/ compiles alone" alone
