@@ -40,6 +40,8 @@
                         loss, AdamW, pipelines, checkpoints
        mt_kernels.cuh   the operators, forward and backward
        mt_comm.h        contexts, communicators, collectives, Megatron's conjugates f and g, mt_launch
+   In each header the chapters for users come first. Behind them are the chapters whose titles end in "for authors of
+   ...": read them when you write such things of your own.
 
    Step by step. A program does this in this order. Each step names its calls, and the header and the section of its
    comments to read.

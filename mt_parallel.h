@@ -52,6 +52,9 @@
        always                        y of a row-parallel layer and of an embedding, dx of a column-parallel layer
        with sequence parallelism     also x of a column-parallel layer, dy of a row-parallel layer and of an embedding
 
+   The chapters for users come first. Behind them are the chapters whose titles end in "for authors of ...": read them
+   when you write such things of your own.
+
    This header has no transformer (megatron.h has one), does not run your loop and does not average losses.
    mt_sync_gradients sums over the data group, so scale your loss by 1 / (tokens of the whole global batch). The library
    opens only checkpoints, and the safetensors and JSON files that you name.
@@ -1129,188 +1132,6 @@ typedef void (*mt_hash_line)(void *user, const char *name, uint64_t hash, int di
    the same names in the same order. */
 MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_line line, void *user);
 
-/* ---- safetensors files (src/files/safetensors.h) ----------------------------------------------------------------- */
-
-/* A file in the format of github.com/huggingface/safetensors. Opening it reads and checks the header. The data of a
-   tensor are read later, when the program uses them. mt_safetensors_open refuses the files that the format's reference
-   library refuses, and also files with duplicate keys, NUL characters, or tensors of more than MT_SAFETENSORS_DIMS
-   dimensions.
-   The file stays open and mapped into memory until mt_safetensors_close, and must not change in that time. When another
-   program truncates it, mt_safetensors_read and the functions that load checkpoints return MT_ERR_IO, but a program
-   that reads mt_safetensors_tensor.data itself gets SIGBUS, as with any mapping. */
-typedef struct mt_safetensors mt_safetensors; /* opaque */
-
-#define MT_SAFETENSORS_DIMS 8
-#define MT_PATH_MAX 1024 /* characters of a path DIRECTORY/NAME with its NUL; a longer path is MT_ERR_ARGUMENT */
-
-/* A tensor of a file. The struct and its pointers belong to the file: they are valid until mt_safetensors_close. */
-typedef struct mt_safetensors_tensor {
-    const char *name;  /* UTF-8 */
-    const char *dtype; /* as in the file: "F32", "BF16", "I64", ... */
-    int dims;
-    int64_t shape[MT_SAFETENSORS_DIMS];
-    const void *data; /* little-endian, not necessarily aligned */
-    int64_t bytes;
-    const mt_safetensors *file;
-} mt_safetensors_tensor;
-
-/* Opens a file. MT_ERR_IO: it cannot be read. MT_ERR_DATA: it is not a valid safetensors file. The message names the
-   file and the reason. */
-MT_API mt_status mt_safetensors_open(mt_context *ctx, const char *path, mt_safetensors **out);
-MT_API void mt_safetensors_close(mt_safetensors *file); /* NULL is allowed */
-MT_API int mt_safetensors_count(const mt_safetensors *file);
-MT_API const mt_safetensors_tensor *mt_safetensors_at(const mt_safetensors *file, int index); /* in order of names */
-MT_API const mt_safetensors_tensor *mt_safetensors_find(const mt_safetensors *file,
-                                                        const char *name); /* NULL: there is none */
-
-/* Returns the value of a key of "__metadata__", or NULL when there is none. The string is valid until
-   mt_safetensors_close. */
-MT_API const char *mt_safetensors_metadata(const mt_safetensors *file, const char *key);
-
-/* Writes the elements of a tensor of type F32, F64, BF16 or F16 as floats to out, in host memory; F64 is rounded.
-   MT_ERR_DTYPE: the tensor is of another type. MT_ERR_DATA: a finite F64 element is too large for a float. MT_ERR_IO:
-   the tensor cannot be read, or the file was truncated since it was opened. After the last two errors the content of
-   out is undefined. */
-MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tensor, float *out);
-
-/* Writes `bytes` bytes of a tensor of any type, from byte `at` of its data on, to out, as they are in the file.
-   MT_ERR_ARGUMENT: the tensor does not have these bytes. MT_ERR_IO: as for mt_safetensors_read. */
-MT_API mt_status mt_safetensors_read_bytes(mt_context *ctx, const mt_safetensors_tensor *tensor, int64_t at,
-                                           int64_t bytes, void *out);
-
-/* Writes a file in the same format:
-       mt_setting about[] = {{"format", "pt"}, {"step", "100"}};
-       int64_t shape[] = {4, 6};
-       mt_safetensors_writer *w;  MT_TRY(mt_safetensors_create(ctx, "x.safetensors", about, 2, &w));
-                                  MT_TRY(mt_safetensors_add(ctx, w, "weight", "F32", 2, shape));
-                                  MT_TRY(mt_safetensors_write(ctx, w, weight, 4 * 6 * sizeof *weight));
-                                  MT_TRY(mt_safetensors_finish(ctx, w));
-                                  mt_safetensors_destroy(w);
-   The header precedes the data, so add every tensor before the first write. The data are written to PATH.tmp; finish
-   renames it to PATH. Until finish has succeeded, PATH is as before. The first write creates PATH.tmp and locks it
-   (flock): a second writer of the same PATH, also of another process, gets MT_ERR_IO until the first one is finished or
-   destroyed. A PATH.tmp that a killed run has left is replaced. The metadata begin with a checksum of the file, as
-   those of a checkpoint do. */
-typedef struct mt_safetensors_writer mt_safetensors_writer; /* opaque */
-
-/* create:  metadata: `count` names and values, UTF-8; NULL if count is 0. mt_field_text writes a number as text.
-   add:     a tensor of a type of the format ("F32", "BF16", "I64", ...), with 0 to MT_SAFETENSORS_DIMS dimensions.
-   write:   appends bytes of the tensors, little-endian, in the order of their adds, without gaps. One call may have a
-            part of a tensor, or several tensors.
-   finish:  synchronises the file with the disk (fsync) and renames it to PATH.
-   destroy: frees the writer. Without a finish before, it removes PATH.tmp. NULL is allowed.
-   Strings are copied. MT_ERR_ARGUMENT: a type or a shape is not one of the format, a tensor is added after a write,
-   or more or fewer bytes were written than the tensors have. MT_ERR_DATA, at the first write or at finish: a name is
-   given twice or is not UTF-8. MT_ERR_UNSUPPORTED: the header has more than 100000000 bytes. MT_ERR_IO: the file cannot
-   be written, another writer writes it, or PATH is a directory, a pipe, a device or a link to one (also /dev/stdout).
-   MT_ERR_UNSUPPORTED: this process was forked from the one that began it. */
-MT_API mt_status mt_safetensors_create(mt_context *ctx, const char *path, const mt_setting *metadata, int count,
-                                       mt_safetensors_writer **out);
-MT_API mt_status mt_safetensors_add(mt_context *ctx, mt_safetensors_writer *writer, const char *name, const char *dtype,
-                                    int dims, const int64_t *shape);
-MT_API mt_status mt_safetensors_write(mt_context *ctx, mt_safetensors_writer *writer, const void *data, size_t bytes);
-MT_API mt_status mt_safetensors_finish(mt_context *ctx, mt_safetensors_writer *writer);
-MT_API void mt_safetensors_destroy(mt_safetensors_writer *writer);
-
-/* The open files of one model: DIRECTORY/STEM.safetensors or, when there is no such file, the files that
-   DIRECTORY/STEM.safetensors.index.json names, as Hugging Face shards a model. MT_ERR_IO: there is neither the file nor
-   the index. MT_ERR_DATA: a tensor is in two files, the index and the files disagree, or a newer version of this
-   library wrote a file. DIRECTORY may come from elsewhere, so links in it are not followed, except those to a file
-   beside the link and those of Hugging Face's cache (../../blobs/HASH): another one is MT_ERR_IO. mt_safetensors_open
-   and DIRECTORY itself follow links. STEM may have at most 40 characters. The pointers that mt_safetensors_set_find and
-   mt_safetensors_set_file return are valid until mt_safetensors_set_close. */
-typedef struct mt_safetensors_set mt_safetensors_set; /* opaque */
-
-MT_API mt_status mt_safetensors_set_open(mt_context *ctx, const char *directory, const char *stem,
-                                         mt_safetensors_set **out);
-MT_API void mt_safetensors_set_close(mt_safetensors_set *set);                                  /* NULL is allowed */
-MT_API const mt_safetensors *mt_safetensors_set_file(const mt_safetensors_set *set, int index); /* NULL: no such file */
-MT_API const mt_safetensors_tensor *mt_safetensors_set_find(const mt_safetensors_set *set,
-                                                            const char *name); /* NULL: there is none */
-
-/* ---- named values in files (src/files/fields.h) ------------------------------------------------------------------ */
-
-/* The type of mt_field.value. */
-typedef enum mt_field_kind {
-    MT_FIELD_I64 = 0,  /* int64_t */
-    MT_FIELD_U64 = 1,  /* uint64_t */
-    MT_FIELD_INT = 2,  /* int */
-    MT_FIELD_F32 = 3,  /* float, finite */
-    MT_FIELD_F64 = 4,  /* double, finite */
-    MT_FIELD_BOOL = 5, /* int: 0 or 1 */
-    MT_FIELD_TEXT = 6  /* char[bytes], UTF-8, ends with a NUL */
-} mt_field_kind;
-
-/* A variable of the caller that is written to a file or read from one. When kind, low and high are 0, it is an int64_t
-   of any value. mt_checkpoint_save and the functions that read fields refuse a float or double that is not finite. */
-typedef struct mt_field {
-    const char *name;
-    mt_field_kind kind;
-    void *value;
-    int64_t low, high; /* MT_FIELD_I64, MT_FIELD_INT: smallest and largest value that is accepted; both 0: any */
-    size_t bytes;      /* MT_FIELD_TEXT: the size of the array */
-    int must_match;    /* checkpoints only. 1: load refuses a file with another value; 0: load reads the value */
-    int nullable;      /* JSON only. 1: null leaves the value as it is; 0: null is MT_ERR_DATA */
-} mt_field;
-
-#define MT_FIELD_TEXT_MAX 32
-
-/* Writes the value of a numeric field as text, as it is in the metadata of a file. The text has enough digits to read
-   back the same value, and a decimal point in every locale. For MT_FIELD_TEXT, and when field or its value is NULL, the
-   text is empty. */
-MT_API void mt_field_text(const mt_field *field, char text[MT_FIELD_TEXT_MAX]);
-
-/* Reads each field from the entry of the same name in a file's metadata. Ignores must_match.
-   MT_ERR_DATA: there is no such entry, it is not a value of the field's kind and range, or it is a text that is longer
-   than the field's array. The message names the file, the field, its value and what the value must be. After an error
-   some fields may already have been written. MT_ERR_ARGUMENT: a field has no name, no value or an unknown kind,
-   or is a text of 0 bytes. */
-MT_API mt_status mt_safetensors_fields(mt_context *ctx, const mt_safetensors *file, const mt_field *fields, int count);
-
-/* Returns MT_ERR_DATA with the message "FILE: its metadata has NAME 'VALUE', must be WANTED". VALUE is what the
-   metadata has under `name`; without such an entry the message is "FILE: its metadata has no NAME". Use it to refuse a
-   value that mt_safetensors_fields accepts. */
-MT_API mt_status mt_safetensors_refuse(mt_context *ctx, const mt_safetensors *file, const char *name,
-                                       const char *wanted);
-
-/* Reads fields from the file DIRECTORY/NAME, a JSON object or list. A field that the object does not have stays as
-   it is. Other members of the object are ignored. The field "a.b" is member b of the object that is member a, "a.b.c"
-   member c of that, and "a.0" is the first element of the list that is member a. The file may be a list if a field is
-   named "0" or "0.a", which is member a of its first element. A text that is longer than its array is truncated. Whole
-   numbers must not be negative. NAME may have directories, such as "a/b.json". Links out of DIRECTORY are not followed,
-   see mt_safetensors_set_open.
-   When there is no such file, *exists becomes 0 and nothing is read; when exists is NULL, a missing file is MT_ERR_IO.
-   MT_ERR_IO: the file cannot be read. MT_ERR_DATA: it is not JSON, an object has a key twice, a value is not of its
-   field's kind or range, or member a is neither an object nor null although a field is named "a.b" (with a field "a.0"
-   it may also be a list). After an error some fields may already have been written. MT_ERR_ARGUMENT: a field has no
-   name, no value or an unknown kind, or is a text of 0 bytes. */
-MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char *name, const mt_field *fields,
-                              int count, int *exists);
-
-/* The same for a text in memory. `where` is what messages call it. With ctx NULL there is no message. */
-MT_API mt_status mt_json_parse(mt_context *ctx, const char *where, const char *text, const mt_field *fields, int count);
-
-/* Finds a member of the JSON object `text`: its value is text[*from] to text[*to - 1]. Returns 0 when the object has no
-   such member or is not well-formed. Only the outermost members are found. */
-MT_API int mt_json_find(const char *text, const char *name, size_t *from, size_t *to);
-
-/* Reads the file DIRECTORY/NAME, a JSON object or list of at most `most` bytes. *text ends with a NUL; free it with
-   mt_host_free. exists and the errors are those of mt_json_read; without a file, and after an error, *text is NULL. */
-MT_API mt_status mt_json_text(mt_context *ctx, const char *directory, const char *name, size_t most, char **text,
-                              int *exists);
-
-/* A value in a text of JSON, or what is left of one: text[0] to text[bytes - 1]. */
-typedef struct mt_json_part {
-    const char *text;
-    size_t bytes;
-} mt_json_part;
-
-/* Goes through the members of an object or the elements of a list, one in each call. *rest is the object or list before
-   the first call, and what follows the member after each. *value becomes the value. name becomes the name of a member,
-   or the text of an element that is a string, truncated to bytes - 1 bytes; for other elements it is empty. Returns 0
-   at the end, for other values, and where the text is not well-formed. */
-MT_API int mt_json_next(mt_json_part *rest, char *name, size_t bytes, mt_json_part *value);
-
 /* ---- checkpoints (src/files/checkpoint.h) ------------------------------------------------------------------------ */
 
 /* Saves and loads the parameters of a registry, the state of its optimizer, and the training state of a loop:
@@ -1349,86 +1170,35 @@ MT_API int mt_json_next(mt_json_part *rest, char *name, size_t bytes, mt_json_pa
    file system without locks nothing is locked. */
 typedef struct mt_checkpoint mt_checkpoint; /* opaque */
 
-/* Flags of a row of an mt_tensor_table. */
-typedef enum mt_tensor_flags {
-    /* the file has the tensor as [in, out]; parts are then columns of it. No effect on a parameter of one row */
-    MT_TENSOR_TRANSPOSED = 1,
-    /* an import may lack the tensor: its parameter keeps its value, and import logs a warning. MT_ERR_ARGUMENT: the
-       parameter has no value yet; call mt_params_init before. mt_checkpoint_load needs all tensors */
-    MT_TENSOR_OPTIONAL = 2,
-    /* files may have the whole parameter again under this name, in the layout of its other row, as those of a tied head
-       may. Save does not write the tensor. Load and import refuse one with other values (MT_ERR_DATA), and read it when
-       the tensor of the other row is missing. part must be 0 in both rows */
-    MT_TENSOR_COPY = 4
-} mt_tensor_flags;
+#define MT_PATH_MAX 1024 /* characters of a path DIRECTORY/NAME with its NUL; a longer path is MT_ERR_ARGUMENT */
 
-/* A row of an mt_tensor_table. */
-typedef struct mt_tensor_name {
-    const char *file;  /* name of the tensor in a file, at most MT_NAME_MAX characters; one '#' may stand for a number
-   */
-    const char *param; /* name of the parameter, with the same '#'. NULL: load and import ignore the tensor */
-    int part;          /* a number that mt_checkpoint_format.part explains; 0: the whole parameter */
-    int flags;         /* sum of mt_tensor_flags */
-} mt_tensor_name;
+/* The type of mt_field.value. */
+typedef enum mt_field_kind {
+    MT_FIELD_I64 = 0,  /* int64_t */
+    MT_FIELD_U64 = 1,  /* uint64_t */
+    MT_FIELD_INT = 2,  /* int */
+    MT_FIELD_F32 = 3,  /* float, finite */
+    MT_FIELD_F64 = 4,  /* double, finite */
+    MT_FIELD_BOOL = 5, /* int: 0 or 1 */
+    MT_FIELD_TEXT = 6  /* char[bytes], UTF-8, ends with a NUL */
+} mt_field_kind;
 
-/* Load and import also accept this ending in place of the table's, for example "x.gamma" for "x.weight". */
-typedef struct mt_tensor_alias {
-    const char *ending;     /* in the files, such as "gamma" */
-    const char *stands_for; /* in the table, such as "weight" */
-} mt_tensor_alias;
+/* A variable of the caller that is written to a file or read from one. When kind, low and high are 0, it is an int64_t
+   of any value. mt_checkpoint_save and the functions that read fields refuse a float or double that is not finite. */
+typedef struct mt_field {
+    const char *name;
+    mt_field_kind kind;
+    void *value;
+    int64_t low, high; /* MT_FIELD_I64, MT_FIELD_INT: smallest and largest value that is accepted; both 0: any */
+    size_t bytes;      /* MT_FIELD_TEXT: the size of the array */
+    int must_match;    /* checkpoints only. 1: load refuses a file with another value; 0: load reads the value */
+    int nullable;      /* JSON only. 1: null leaves the value as it is; 0: null is MT_ERR_DATA */
+} mt_field;
 
-/* A table of the names and layouts that parameters have in files of another program. One table serves save, load and
-   import. This one is for a program whose layers are called layers.0, layers.1, ...:
-       static const mt_tensor_name names[] = {{"net.embed.weight", "embedding.weight", 0, 0},
-                                              {"net.h.#.fc.weight", "layers.#.up.weight", 0, MT_TENSOR_TRANSPOSED},
-                                              {"net.h.#.q.weight", "layers.#.qk.weight", 1, 0},  // part 1 and
-                                              {"net.h.#.k.weight", "layers.#.qk.weight", 2, 0},  // part 2 of qk
-                                              {"net.h.#.mask", NULL, 0, 0}};                     // is ignored
-       static const mt_tensor_table table = {names, 5, "net.", NULL, 0};
-   A parameter may have several rows: each of their tensors has one part of it. A tensor may have several rows: it has
-   their parts one below the other, in the order of the table. All parameters of one tensor must be on one pipeline
-   stage. A parameter without a row has its own name in the file. A row whose parameter the registry does not have is
-   not used. */
-typedef struct mt_tensor_table {
-    const mt_tensor_name *names; /* [count] */
-    int count;
-    /* a beginning of names in `names`, such as "net.". Load and import also read files in which no name has it. Rows
-       that do not begin with it, such as "lm_head.weight", keep their names. NULL: none */
-    const char *prefix;
-    const mt_tensor_alias *aliases; /* [alias_count] */
-    int alias_count;
-} mt_tensor_table;
-
-/* A part of a parameter: of every `unit` rows, the `rows` rows from row `first` on. For example, unit 8, first 2 and
-   rows 3 are the rows 2, 3, 4, 10, 11, 12, 18, ... A parameter of one row, such as a bias, counts as one row for each
-   element. All parts of a parameter have the same unit, and together they have all its rows, once.
-   With zip, the rows of the part have another order in the file. They are divided into groups of zip_unit rows. The
-   first |zip| rows of a group are two halves in the parameter and pairs in the file: rows i and i + zip / 2 of the
-   parameter are rows 2 i and 2 i + 1 of the file. The other rows keep their places. A negative zip is the reverse:
-   pairs in the parameter, halves in the file. */
-typedef struct mt_tensor_part {
-    int64_t unit, first, rows; /* rows 0: the row of the table is not used for this parameter */
-    int64_t zip_unit, zip;     /* zip must be even; 0: the same order */
-} mt_tensor_part;
-
-/* A format describes the model of a checkpoint. megatron.h has one for its GPT (mt_gpt_checkpoint_create). Every
-   function is optional (NULL), and none may communicate. Their argument `model` is mt_checkpoint_desc.model. */
-typedef struct mt_checkpoint_format {
-    /* Adds metadata. Called with index 0, 1, ...: returns the name of that entry and writes its value. Returns NULL
-       when there are no more entries. */
-    const char *(*metadata)(const void *model, int index, char value[MT_FIELD_TEXT_MAX]);
-    /* Writes the text of config.json to text, and returns its length, as snprintf does; 0: no file. given is the
-       config.json that load or import has read last, or NULL; keep its members that the format does not know. bytes is
-       4096 more than the length of given. */
-    int (*config)(const void *model, const char *given, char *text, size_t bytes);
-    /* Returns an error when the files in the directory are not of this model. load and import call it before they read
-       tensors. */
-    mt_status (*check)(mt_context *ctx, const void *model, const char *directory, const mt_safetensors_set *files);
-    /* Explains a number `part` of the table, which is not 0: writes to *out what part of the parameter it is. On entry
-       *out is zero; leave it so when the parameter has no such part, and the row is not used. Without this function
-       every part must be 0 (MT_ERR_ARGUMENT). */
-    void (*part)(const void *model, const mt_param *param, int part, mt_tensor_part *out);
-} mt_checkpoint_format;
+/* A table has the names and layouts of parameters in files of another program. A format describes the model of a
+   checkpoint. The chapter "tables and formats of checkpoints" has the fields of both. */
+typedef struct mt_tensor_table mt_tensor_table;
+typedef struct mt_checkpoint_format mt_checkpoint_format;
 
 typedef struct mt_checkpoint_desc {
     /* directory of the run's checkpoints; save creates it, but not its parent; the string is copied. NULL: the
@@ -1745,6 +1515,249 @@ MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, con
                                                             const mt_parallel_linear *before, mt_activation kind,
                                                             mt_tensor dy, mt_tensor h, mt_tensor dh,
                                                             const mt_linear_saved *saved);
+
+/* ---- safetensors files, for authors of importers and file formats (src/files/safetensors.h) ---------------------- */
+
+/* A file in the format of github.com/huggingface/safetensors. Opening it reads and checks the header. The data of a
+   tensor are read later, when the program uses them. mt_safetensors_open refuses the files that the format's reference
+   library refuses, and also files with duplicate keys, NUL characters, or tensors of more than MT_SAFETENSORS_DIMS
+   dimensions.
+   The file stays open and mapped into memory until mt_safetensors_close, and must not change in that time. When another
+   program truncates it, mt_safetensors_read and the functions that load checkpoints return MT_ERR_IO, but a program
+   that reads mt_safetensors_tensor.data itself gets SIGBUS, as with any mapping. */
+typedef struct mt_safetensors mt_safetensors; /* opaque */
+
+#define MT_SAFETENSORS_DIMS 8
+
+/* A tensor of a file. The struct and its pointers belong to the file: they are valid until mt_safetensors_close. */
+typedef struct mt_safetensors_tensor {
+    const char *name;  /* UTF-8 */
+    const char *dtype; /* as in the file: "F32", "BF16", "I64", ... */
+    int dims;
+    int64_t shape[MT_SAFETENSORS_DIMS];
+    const void *data; /* little-endian, not necessarily aligned */
+    int64_t bytes;
+    const mt_safetensors *file;
+} mt_safetensors_tensor;
+
+/* Opens a file. MT_ERR_IO: it cannot be read. MT_ERR_DATA: it is not a valid safetensors file. The message names the
+   file and the reason. */
+MT_API mt_status mt_safetensors_open(mt_context *ctx, const char *path, mt_safetensors **out);
+MT_API void mt_safetensors_close(mt_safetensors *file); /* NULL is allowed */
+MT_API int mt_safetensors_count(const mt_safetensors *file);
+MT_API const mt_safetensors_tensor *mt_safetensors_at(const mt_safetensors *file, int index); /* in order of names */
+MT_API const mt_safetensors_tensor *mt_safetensors_find(const mt_safetensors *file,
+                                                        const char *name); /* NULL: there is none */
+
+/* Returns the value of a key of "__metadata__", or NULL when there is none. The string is valid until
+   mt_safetensors_close. */
+MT_API const char *mt_safetensors_metadata(const mt_safetensors *file, const char *key);
+
+/* Writes the elements of a tensor of type F32, F64, BF16 or F16 as floats to out, in host memory; F64 is rounded.
+   MT_ERR_DTYPE: the tensor is of another type. MT_ERR_DATA: a finite F64 element is too large for a float. MT_ERR_IO:
+   the tensor cannot be read, or the file was truncated since it was opened. After the last two errors the content of
+   out is undefined. */
+MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tensor, float *out);
+
+/* Writes `bytes` bytes of a tensor of any type, from byte `at` of its data on, to out, as they are in the file.
+   MT_ERR_ARGUMENT: the tensor does not have these bytes. MT_ERR_IO: as for mt_safetensors_read. */
+MT_API mt_status mt_safetensors_read_bytes(mt_context *ctx, const mt_safetensors_tensor *tensor, int64_t at,
+                                           int64_t bytes, void *out);
+
+/* Writes a file in the same format:
+       mt_setting about[] = {{"format", "pt"}, {"step", "100"}};
+       int64_t shape[] = {4, 6};
+       mt_safetensors_writer *w;  MT_TRY(mt_safetensors_create(ctx, "x.safetensors", about, 2, &w));
+                                  MT_TRY(mt_safetensors_add(ctx, w, "weight", "F32", 2, shape));
+                                  MT_TRY(mt_safetensors_write(ctx, w, weight, 4 * 6 * sizeof *weight));
+                                  MT_TRY(mt_safetensors_finish(ctx, w));
+                                  mt_safetensors_destroy(w);
+   The header precedes the data, so add every tensor before the first write. The data are written to PATH.tmp; finish
+   renames it to PATH. Until finish has succeeded, PATH is as before. The first write creates PATH.tmp and locks it
+   (flock): a second writer of the same PATH, also of another process, gets MT_ERR_IO until the first one is finished or
+   destroyed. A PATH.tmp that a killed run has left is replaced. The metadata begin with a checksum of the file, as
+   those of a checkpoint do. */
+typedef struct mt_safetensors_writer mt_safetensors_writer; /* opaque */
+
+/* create:  metadata: `count` names and values, UTF-8; NULL if count is 0. mt_field_text writes a number as text.
+   add:     a tensor of a type of the format ("F32", "BF16", "I64", ...), with 0 to MT_SAFETENSORS_DIMS dimensions.
+   write:   appends bytes of the tensors, little-endian, in the order of their adds, without gaps. One call may have a
+            part of a tensor, or several tensors.
+   finish:  synchronises the file with the disk (fsync) and renames it to PATH.
+   destroy: frees the writer. Without a finish before, it removes PATH.tmp. NULL is allowed.
+   Strings are copied. MT_ERR_ARGUMENT: a type or a shape is not one of the format, a tensor is added after a write,
+   or more or fewer bytes were written than the tensors have. MT_ERR_DATA, at the first write or at finish: a name is
+   given twice or is not UTF-8. MT_ERR_UNSUPPORTED: the header has more than 100000000 bytes. MT_ERR_IO: the file cannot
+   be written, another writer writes it, or PATH is a directory, a pipe, a device or a link to one (also /dev/stdout).
+   MT_ERR_UNSUPPORTED: this process was forked from the one that began it. */
+MT_API mt_status mt_safetensors_create(mt_context *ctx, const char *path, const mt_setting *metadata, int count,
+                                       mt_safetensors_writer **out);
+MT_API mt_status mt_safetensors_add(mt_context *ctx, mt_safetensors_writer *writer, const char *name, const char *dtype,
+                                    int dims, const int64_t *shape);
+MT_API mt_status mt_safetensors_write(mt_context *ctx, mt_safetensors_writer *writer, const void *data, size_t bytes);
+MT_API mt_status mt_safetensors_finish(mt_context *ctx, mt_safetensors_writer *writer);
+MT_API void mt_safetensors_destroy(mt_safetensors_writer *writer);
+
+/* The open files of one model: DIRECTORY/STEM.safetensors or, when there is no such file, the files that
+   DIRECTORY/STEM.safetensors.index.json names, as Hugging Face shards a model. MT_ERR_IO: there is neither the file nor
+   the index. MT_ERR_DATA: a tensor is in two files, the index and the files disagree, or a newer version of this
+   library wrote a file. DIRECTORY may come from elsewhere, so links in it are not followed, except those to a file
+   beside the link and those of Hugging Face's cache (../../blobs/HASH): another one is MT_ERR_IO. mt_safetensors_open
+   and DIRECTORY itself follow links. STEM may have at most 40 characters. The pointers that mt_safetensors_set_find and
+   mt_safetensors_set_file return are valid until mt_safetensors_set_close. */
+typedef struct mt_safetensors_set mt_safetensors_set; /* opaque */
+
+MT_API mt_status mt_safetensors_set_open(mt_context *ctx, const char *directory, const char *stem,
+                                         mt_safetensors_set **out);
+MT_API void mt_safetensors_set_close(mt_safetensors_set *set);                                  /* NULL is allowed */
+MT_API const mt_safetensors *mt_safetensors_set_file(const mt_safetensors_set *set, int index); /* NULL: no such file */
+MT_API const mt_safetensors_tensor *mt_safetensors_set_find(const mt_safetensors_set *set,
+                                                            const char *name); /* NULL: there is none */
+
+/* ---- named values in files, for authors of importers and file formats (src/files/fields.h) ----------------------- */
+
+/* These functions take the fields of the chapter "checkpoints" (mt_field). */
+
+#define MT_FIELD_TEXT_MAX 32
+
+/* Writes the value of a numeric field as text, as it is in the metadata of a file. The text has enough digits to read
+   back the same value, and a decimal point in every locale. For MT_FIELD_TEXT, and when field or its value is NULL, the
+   text is empty. */
+MT_API void mt_field_text(const mt_field *field, char text[MT_FIELD_TEXT_MAX]);
+
+/* Reads each field from the entry of the same name in a file's metadata. Ignores must_match.
+   MT_ERR_DATA: there is no such entry, it is not a value of the field's kind and range, or it is a text that is longer
+   than the field's array. The message names the file, the field, its value and what the value must be. After an error
+   some fields may already have been written. MT_ERR_ARGUMENT: a field has no name, no value or an unknown kind,
+   or is a text of 0 bytes. */
+MT_API mt_status mt_safetensors_fields(mt_context *ctx, const mt_safetensors *file, const mt_field *fields, int count);
+
+/* Returns MT_ERR_DATA with the message "FILE: its metadata has NAME 'VALUE', must be WANTED". VALUE is what the
+   metadata has under `name`; without such an entry the message is "FILE: its metadata has no NAME". Use it to refuse a
+   value that mt_safetensors_fields accepts. */
+MT_API mt_status mt_safetensors_refuse(mt_context *ctx, const mt_safetensors *file, const char *name,
+                                       const char *wanted);
+
+/* Reads fields from the file DIRECTORY/NAME, a JSON object or list. A field that the object does not have stays as
+   it is. Other members of the object are ignored. The field "a.b" is member b of the object that is member a, "a.b.c"
+   member c of that, and "a.0" is the first element of the list that is member a. The file may be a list if a field is
+   named "0" or "0.a", which is member a of its first element. A text that is longer than its array is truncated. Whole
+   numbers must not be negative. NAME may have directories, such as "a/b.json". Links out of DIRECTORY are not followed,
+   see mt_safetensors_set_open.
+   When there is no such file, *exists becomes 0 and nothing is read; when exists is NULL, a missing file is MT_ERR_IO.
+   MT_ERR_IO: the file cannot be read. MT_ERR_DATA: it is not JSON, an object has a key twice, a value is not of its
+   field's kind or range, or member a is neither an object nor null although a field is named "a.b" (with a field "a.0"
+   it may also be a list). After an error some fields may already have been written. MT_ERR_ARGUMENT: a field has no
+   name, no value or an unknown kind, or is a text of 0 bytes. */
+MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char *name, const mt_field *fields,
+                              int count, int *exists);
+
+/* The same for a text in memory. `where` is what messages call it. With ctx NULL there is no message. */
+MT_API mt_status mt_json_parse(mt_context *ctx, const char *where, const char *text, const mt_field *fields, int count);
+
+/* Finds a member of the JSON object `text`: its value is text[*from] to text[*to - 1]. Returns 0 when the object has no
+   such member or is not well-formed. Only the outermost members are found. */
+MT_API int mt_json_find(const char *text, const char *name, size_t *from, size_t *to);
+
+/* Reads the file DIRECTORY/NAME, a JSON object or list of at most `most` bytes. *text ends with a NUL; free it with
+   mt_host_free. exists and the errors are those of mt_json_read; without a file, and after an error, *text is NULL. */
+MT_API mt_status mt_json_text(mt_context *ctx, const char *directory, const char *name, size_t most, char **text,
+                              int *exists);
+
+/* A value in a text of JSON, or what is left of one: text[0] to text[bytes - 1]. */
+typedef struct mt_json_part {
+    const char *text;
+    size_t bytes;
+} mt_json_part;
+
+/* Goes through the members of an object or the elements of a list, one in each call. *rest is the object or list before
+   the first call, and what follows the member after each. *value becomes the value. name becomes the name of a member,
+   or the text of an element that is a string, truncated to bytes - 1 bytes; for other elements it is empty. Returns 0
+   at the end, for other values, and where the text is not well-formed. */
+MT_API int mt_json_next(mt_json_part *rest, char *name, size_t bytes, mt_json_part *value);
+
+/* ---- tables and formats of checkpoints, for authors of importers (src/files/formats.h) --------------------------- */
+
+/* Flags of a row of an mt_tensor_table. */
+typedef enum mt_tensor_flags {
+    /* the file has the tensor as [in, out]; parts are then columns of it. No effect on a parameter of one row */
+    MT_TENSOR_TRANSPOSED = 1,
+    /* an import may lack the tensor: its parameter keeps its value, and import logs a warning. MT_ERR_ARGUMENT: the
+       parameter has no value yet; call mt_params_init before. mt_checkpoint_load needs all tensors */
+    MT_TENSOR_OPTIONAL = 2,
+    /* files may have the whole parameter again under this name, in the layout of its other row, as those of a tied head
+       may. Save does not write the tensor. Load and import refuse one with other values (MT_ERR_DATA), and read it when
+       the tensor of the other row is missing. part must be 0 in both rows */
+    MT_TENSOR_COPY = 4
+} mt_tensor_flags;
+
+/* A row of an mt_tensor_table. */
+typedef struct mt_tensor_name {
+    const char *file;  /* name of the tensor in a file, at most MT_NAME_MAX characters; one '#' may stand for a number
+   */
+    const char *param; /* name of the parameter, with the same '#'. NULL: load and import ignore the tensor */
+    int part;          /* a number that mt_checkpoint_format.part explains; 0: the whole parameter */
+    int flags;         /* sum of mt_tensor_flags */
+} mt_tensor_name;
+
+/* Load and import also accept this ending in place of the table's, for example "x.gamma" for "x.weight". */
+typedef struct mt_tensor_alias {
+    const char *ending;     /* in the files, such as "gamma" */
+    const char *stands_for; /* in the table, such as "weight" */
+} mt_tensor_alias;
+
+/* A table of the names and layouts that parameters have in files of another program. One table serves save, load and
+   import. This one is for a program whose layers are called layers.0, layers.1, ...:
+       static const mt_tensor_name names[] = {{"net.embed.weight", "embedding.weight", 0, 0},
+                                              {"net.h.#.fc.weight", "layers.#.up.weight", 0, MT_TENSOR_TRANSPOSED},
+                                              {"net.h.#.q.weight", "layers.#.qk.weight", 1, 0},  // part 1 and
+                                              {"net.h.#.k.weight", "layers.#.qk.weight", 2, 0},  // part 2 of qk
+                                              {"net.h.#.mask", NULL, 0, 0}};                     // is ignored
+       static const mt_tensor_table table = {names, 5, "net.", NULL, 0};
+   A parameter may have several rows: each of their tensors has one part of it. A tensor may have several rows: it has
+   their parts one below the other, in the order of the table. All parameters of one tensor must be on one pipeline
+   stage. A parameter without a row has its own name in the file. A row whose parameter the registry does not have is
+   not used. */
+struct mt_tensor_table {
+    const mt_tensor_name *names; /* [count] */
+    int count;
+    /* a beginning of names in `names`, such as "net.". Load and import also read files in which no name has it. Rows
+       that do not begin with it, such as "lm_head.weight", keep their names. NULL: none */
+    const char *prefix;
+    const mt_tensor_alias *aliases; /* [alias_count] */
+    int alias_count;
+};
+
+/* A part of a parameter: of every `unit` rows, the `rows` rows from row `first` on. For example, unit 8, first 2 and
+   rows 3 are the rows 2, 3, 4, 10, 11, 12, 18, ... A parameter of one row, such as a bias, counts as one row for each
+   element. All parts of a parameter have the same unit, and together they have all its rows, once.
+   With zip, the rows of the part have another order in the file. They are divided into groups of zip_unit rows. The
+   first |zip| rows of a group are two halves in the parameter and pairs in the file: rows i and i + zip / 2 of the
+   parameter are rows 2 i and 2 i + 1 of the file. The other rows keep their places. A negative zip is the reverse:
+   pairs in the parameter, halves in the file. */
+typedef struct mt_tensor_part {
+    int64_t unit, first, rows; /* rows 0: the row of the table is not used for this parameter */
+    int64_t zip_unit, zip;     /* zip must be even; 0: the same order */
+} mt_tensor_part;
+
+/* A format describes the model of a checkpoint. megatron.h has one for its GPT (mt_gpt_checkpoint_create). Every
+   function is optional (NULL), and none may communicate. Their argument `model` is mt_checkpoint_desc.model. */
+struct mt_checkpoint_format {
+    /* Adds metadata. Called with index 0, 1, ...: returns the name of that entry and writes its value. Returns NULL
+       when there are no more entries. */
+    const char *(*metadata)(const void *model, int index, char value[MT_FIELD_TEXT_MAX]);
+    /* Writes the text of config.json to text, and returns its length, as snprintf does; 0: no file. given is the
+       config.json that load or import has read last, or NULL; keep its members that the format does not know. bytes is
+       4096 more than the length of given. */
+    int (*config)(const void *model, const char *given, char *text, size_t bytes);
+    /* Returns an error when the files in the directory are not of this model. load and import call it before they read
+       tensors. */
+    mt_status (*check)(mt_context *ctx, const void *model, const char *directory, const mt_safetensors_set *files);
+    /* Explains a number `part` of the table, which is not 0: writes to *out what part of the parameter it is. On entry
+       *out is zero; leave it so when the parameter has no such part, and the row is not used. Without this function
+       every part must be 0 (MT_ERR_ARGUMENT). */
+    void (*part)(const void *model, const mt_param *param, int part, mt_tensor_part *out);
+};
 
 #ifdef __cplusplus
 }

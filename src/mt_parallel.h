@@ -51,6 +51,9 @@
        always                        y of a row-parallel layer and of an embedding, dx of a column-parallel layer
        with sequence parallelism     also x of a column-parallel layer, dy of a row-parallel layer and of an embedding
 
+   The chapters for users come first. Behind them are the chapters whose titles end in "for authors of ...": read them
+   when you write such things of your own.
+
    This header has no transformer (megatron.h has one), does not run your loop and does not average losses.
    mt_sync_gradients sums over the data group, so scale your loss by 1 / (tokens of the whole global batch). The library
    opens only checkpoints, and the safetensors and JSON files that you name.
@@ -88,11 +91,12 @@ extern "C" {
 #include "parallel/step.h"
 #include "parallel/pipeline.h"
 #include "parallel/hash_log.h"
-#include "files/safetensors.h"
-#include "files/fields.h"
 #include "files/checkpoint.h"
 #include "plan/plan.h"
 #include "parallel/authors.h"
+#include "files/safetensors.h"
+#include "files/fields.h"
+#include "files/formats.h"
 
 #ifdef __cplusplus
 }

@@ -59,14 +59,18 @@ check_floors() {
 }
 
 # Prints the fields of opaque structures that a higher header uses, through any name that it declares as a pointer to
-# such a structure.
+# such a structure. A structure that the interface itself defines further down is not opaque.
 private_fields() {
     opaque=none
     for header in $headers; do
         code_only "$H/$header" >"$work/code"
         pointers=$(grep -oE "\b($opaque) \*(const )?[a-z_]+" "$work/code" | sed 's/.*[* ]/|/' | sort -u | tr -d '\n')
         sed -nE "s/.*(\b(none$pointers)->[a-z0-9_]*).*/$header: a field of an opaque structure: \1/p" "$work/code"
-        opaque=$opaque$(sed -nE 's/^typedef struct (mt_[a-z_]+) \1;.*/|\1/p' "$work/code" | tr -d '\n')
+        opaque=$opaque$(awk '
+            /MEGATRON_IMPLEMENTATION/ { exit }
+            /^typedef struct mt_[a-z_]+ mt_[a-z_]+;/ && $3 ";" == $4 { names[$3] }
+            /^struct mt_[a-z_]+ \{/ { delete names[$2] }
+            END { for (name in names) printf "|%s", name }' "$work/code")
     done
 }
 

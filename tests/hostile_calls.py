@@ -55,7 +55,7 @@ def functions(text):
 
 class Types:
     def __init__(self, text):
-        self.structs = dict(re.findall(r"typedef struct (\w+) \{(.*?)\} \1;", text, flags=re.S))
+        self.structs = dict(re.findall(r"\bstruct (\w+) \{(.*?)\}(?: \1)?;", text, flags=re.S))
         self.enums = set(re.findall(r"typedef enum (\w+)", text))
         self.callbacks = {name: (result, parameters) for result, name, parameters in
                           re.findall(r"typedef ([^;{}()]*)\(\*(\w+)\)\(([^;]*)\);", text)}

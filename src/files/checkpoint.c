@@ -2,6 +2,7 @@
 
 #pragma once
 #include "checkpoint.h"
+#include "formats.h"
 #include "fields.c"
 #include "../parallel/optimizer.c"
 

@@ -1,30 +1,10 @@
-/* ---- named values in files --------------------------------------------------------------------------------------- */
+/* ---- named values in files, for authors of importers and file formats -------------------------------------------- */
 
 #pragma once
+#include "checkpoint.h"
 #include "safetensors.h"
 
-/* The type of mt_field.value. */
-typedef enum mt_field_kind {
-    MT_FIELD_I64 = 0,  /* int64_t */
-    MT_FIELD_U64 = 1,  /* uint64_t */
-    MT_FIELD_INT = 2,  /* int */
-    MT_FIELD_F32 = 3,  /* float, finite */
-    MT_FIELD_F64 = 4,  /* double, finite */
-    MT_FIELD_BOOL = 5, /* int: 0 or 1 */
-    MT_FIELD_TEXT = 6  /* char[bytes], UTF-8, ends with a NUL */
-} mt_field_kind;
-
-/* A variable of the caller that is written to a file or read from one. When kind, low and high are 0, it is an int64_t
-   of any value. mt_checkpoint_save and the functions that read fields refuse a float or double that is not finite. */
-typedef struct mt_field {
-    const char *name;
-    mt_field_kind kind;
-    void *value;
-    int64_t low, high; /* MT_FIELD_I64, MT_FIELD_INT: smallest and largest value that is accepted; both 0: any */
-    size_t bytes;      /* MT_FIELD_TEXT: the size of the array */
-    int must_match;    /* checkpoints only. 1: load refuses a file with another value; 0: load reads the value */
-    int nullable;      /* JSON only. 1: null leaves the value as it is; 0: null is MT_ERR_DATA */
-} mt_field;
+/* These functions take the fields of the chapter "checkpoints" (mt_field). */
 
 #define MT_FIELD_TEXT_MAX 32
 

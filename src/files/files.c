@@ -1,7 +1,7 @@
 /* ---- files and directories --------------------------------------------------------------------------------------- */
 
 #pragma once
-#include "safetensors.h"
+#include "checkpoint.h"
 #include "../comm/context.c"
 #include "../parallel/params.c"
 

@@ -1,4 +1,4 @@
-/* ---- safetensors files ------------------------------------------------------------------------------------------- */
+/* ---- safetensors files, for authors of importers and file formats ------------------------------------------------ */
 
 #pragma once
 #include "../comm/compare.h"
@@ -13,7 +13,6 @@
 typedef struct mt_safetensors mt_safetensors; /* opaque */
 
 #define MT_SAFETENSORS_DIMS 8
-#define MT_PATH_MAX 1024 /* characters of a path DIRECTORY/NAME with its NUL; a longer path is MT_ERR_ARGUMENT */
 
 /* A tensor of a file. The struct and its pointers belong to the file: they are valid until mt_safetensors_close. */
 typedef struct mt_safetensors_tensor {
