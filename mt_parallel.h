@@ -1330,19 +1330,10 @@ MT_API mt_status mt_checkpoint_path(mt_context *ctx, const char *directory, int6
    q is the number of ranks that the group has in a node. The other ranks of the node use the rest of the network. */
 typedef struct mt_machine mt_machine;
 
-/* mt_machine_read reads the text from a file, mt_machine_create from memory. The caller destroys *out. A text has at
-   most 1 MiB. Errors: MT_ERR_ARGUMENT, MT_ERR_DATA (the message names the line), MT_ERR_IO, MT_ERR_MEMORY. */
+/* Reads a machine from a file; the caller destroys *out. A text has at most 1 MiB. Errors: MT_ERR_ARGUMENT, MT_ERR_DATA
+   (the message names the line), MT_ERR_IO, MT_ERR_MEMORY. */
 MT_API mt_status mt_machine_read(mt_context *ctx, const char *path, mt_machine **out);
-MT_API mt_status mt_machine_create(mt_context *ctx, const char *text, mt_machine **out);
-MT_API void mt_machine_destroy(mt_machine *machine);                      /* NULL is allowed */
-MT_API const char *mt_machine_name(const mt_machine *machine);            /* "" if the text has none */
-MT_API double mt_machine_peak(const mt_machine *machine, mt_dtype dtype); /* FLOP/s; 0 if the text has none */
-MT_API double mt_machine_capacity(const mt_machine *machine);             /* bytes; 0 if the text has none */
-
-/* Predicts the seconds of one entry by itself; 0 for the entries of overlaps. Errors: MT_ERR_ARGUMENT (also: a field of
-   *entry is not valid), MT_ERR_DATA (the machine has no rate for the entry). */
-MT_API mt_status mt_machine_seconds(mt_context *ctx, const mt_machine *machine, const mt_trace_entry *entry,
-                                    double *seconds);
+MT_API void mt_machine_destroy(mt_machine *machine); /* NULL is allowed */
 
 /* Where the time of a rank goes in one step, in seconds. The parts from gemm to bubble add up to `seconds`. */
 typedef struct mt_step_time {
@@ -1758,6 +1749,21 @@ struct mt_checkpoint_format {
        every part must be 0 (MT_ERR_ARGUMENT). */
     void (*part)(const void *model, const mt_param *param, int part, mt_tensor_part *out);
 };
+
+/* ---- machines, for authors of planners (src/plan/authors.h) ------------------------------------------------------ */
+
+/* mt_machine_create reads a machine from a text in memory, of at most 1 MiB; the caller destroys *out
+   (mt_machine_destroy). The others return what its text has: its name, the peak FLOP/s of a type, and the bytes of
+   memory of a rank. Errors: MT_ERR_ARGUMENT, MT_ERR_DATA (the message names the line), MT_ERR_MEMORY. */
+MT_API mt_status mt_machine_create(mt_context *ctx, const char *text, mt_machine **out);
+MT_API const char *mt_machine_name(const mt_machine *machine);            /* "" if the text has none */
+MT_API double mt_machine_peak(const mt_machine *machine, mt_dtype dtype); /* FLOP/s; 0 if the text has none */
+MT_API double mt_machine_capacity(const mt_machine *machine);             /* bytes; 0 if the text has none */
+
+/* Predicts the seconds of one entry by itself; 0 for the entries of overlaps. Errors: MT_ERR_ARGUMENT (also: a field of
+   *entry is not valid), MT_ERR_DATA (the machine has no rate for the entry). */
+MT_API mt_status mt_machine_seconds(mt_context *ctx, const mt_machine *machine, const mt_trace_entry *entry,
+                                    double *seconds);
 
 #ifdef __cplusplus
 }

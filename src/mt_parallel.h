@@ -97,6 +97,7 @@ extern "C" {
 #include "files/safetensors.h"
 #include "files/fields.h"
 #include "files/formats.h"
+#include "plan/authors.h"
 
 #ifdef __cplusplus
 }

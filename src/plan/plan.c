@@ -2,6 +2,7 @@
 
 #pragma once
 #include "plan.h"
+#include "authors.h"
 #include "../files/safetensors.c"
 
 /* -- the text of a machine -- */
