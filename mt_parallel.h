@@ -141,11 +141,6 @@ MT_API void mt_grid_destroy(mt_grid *grid); /* a zero-initialised grid is allowe
                       your own operator once for each shard (mt_shard_cols), and set mt_linear_desc.parts_by_shard.
                       Without parts_by_shard the layer's create returns MT_ERR_ARGUMENT. */
 
-/* Returns a view of the columns of t [tokens, local features] that belong to virtual shard number `shard` of this rank.
-   shards is the number of virtual shards on this rank (mt_param.shards). When t.data is NULL, returns t. When shard is
-   not in [0, shards), or `shards` does not divide the columns, returns a view of -1 rows, which every call refuses. */
-MT_API mt_tensor mt_shard_cols(mt_tensor t, int shard, int shards);
-
 /* Returns the number of sequences in a micro-batch of invariant mode. `sequences` is the number of sequences in the
    whole step, on all data ranks together, and data_shards is V_d (mt_context_invariant_data). A step has n
    micro-batches of sequences / n sequences, where n is the largest power of two that is at most V_d and divides
@@ -189,12 +184,6 @@ typedef struct mt_parallel_options {
    Errors: MT_ERR_ARGUMENT (a value is out of range), MT_ERR_MEMORY. */
 MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_options *options);
 MT_API mt_parallel_options mt_parallel_get_options(const mt_context *ctx);
-
-/* trust = 1 turns off the checks of token ids (embedding) and targets (cross-entropy); trust = 0 turns them on again.
-   A block that has checked the ids itself turns off these checks, so that each id is checked once. Without a check, an
-   id or a target that is out of range is no error: see mt_embedding_forward and mt_cross_entropy_stats. Errors:
-   MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
-MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust);
 
 /* ---- parameters (src/parallel/params.h) -------------------------------------------------------------------------- */
 
@@ -299,14 +288,6 @@ typedef struct mt_data_parallel_desc {
    mt_params_init or mt_params_bind was already called. */
 MT_API mt_status mt_params_set_data_parallel(mt_context *ctx, mt_params *params, const mt_data_parallel_desc *desc);
 
-/* Adds a parameter. The registry owns *out. mt_params_init allocates its value and gradient, unless they are bound
-   (mt_params_bind).
-   MT_ERR_ARGUMENT: the name is empty, taken or too long, or NULL with several pipeline stages, another field is out of
-   range, or mt_params_init or mt_params_bind was already called.
-   MT_ERR_SHAPE: rows or cols is not positive, unit is negative, rows * cols is above 2^48, parts * unit does not divide
-   the split dimension, or padded_features breaks a rule of its comment. */
-MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out);
-
 /* Sets mt_param_desc.weight_decay of a parameter, for instance of one that the create function of a layer has added.
    Those functions let weights and embeddings decay, but not biases and norms. 1: the optimizer decays the parameter; 0:
    it does not. Call it on every rank, before mt_params_init and mt_params_bind, which compare it between ranks.
@@ -332,7 +313,7 @@ typedef struct mt_params_memory {
 /* mt_params_bind puts values, gradients or optimizer state of all parameters into memory of the caller:
        mt_params_memory m = {.values = weights, .grads = gradients, .elements = mt_params_elements(params)};
        MT_TRY(mt_params_bind(ctx, params, &m));        // weights may already have their values
-   Call it after the last mt_params_add. Values and gradients are bound before mt_params_init, and exp_avg, exp_avg_sq
+   Call it after adding all parameters. Values and gradients are bound before mt_params_init, and exp_avg, exp_avg_sq
    and master before mt_optimizer_create. You may bind the kinds in several calls. With memory NULL the call only
    compares the ranks and, when all values are bound, allocates the rest.
    mt_param_bind does the same for one parameter, without communication. For mt_param_bind, elements is the size of each
@@ -409,9 +390,7 @@ MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params);
    is packed then. */
 MT_API mt_status mt_params_pack(mt_context *ctx, mt_params *params);
 
-/* What a registry has. mt_params_grid returns the grid that mt_params_create got. The parameters belong to the
-   registry: they are valid until mt_params_destroy, or until mt_create_end removes them. */
-MT_API const mt_grid *mt_params_grid(const mt_params *params);
+/* What a registry has. The parameters belong to the registry: they are valid until mt_params_destroy. */
 MT_API int mt_params_count(const mt_params *params);
 MT_API mt_param *mt_params_at(const mt_params *params, int index);          /* NULL when out of range */
 MT_API mt_param *mt_params_find(const mt_params *params, const char *name); /* NULL when there is none */
@@ -766,28 +745,6 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ct
                                                                   const int32_t *targets, mt_tensor dloss, float scale,
                                                                   mt_tensor loss);
 
-/* Softmax and log-softmax over the vocabulary, for losses of your own. logits, y, dy and dx are [tokens, local
-   vocabulary], split as described above; their float types may differ, such as 16-bit logits and y in MT_F32.
-   forward:  y from the logits, as mt_softmax_forward and mt_log_softmax_forward from whole rows. y may be logits.
-   backward: dx from y of forward and the gradient dy, as mt_softmax_backward and mt_log_softmax_backward. dx may be dy.
-   vocab is the size of the whole vocabulary without padding, and padded_vocab is that of mt_cross_entropy_desc.
-   Padding does not count, whatever it holds, and y and dx are 0 there, also for log-softmax: a sum over the columns of
-   products of y and dy has no terms of the padding. Logits are never gathered.
-   For instance, distillation has the loss KL(p_t || p_s) = sum of p_t (log p_t - log p_s) over the vocabulary, with the
-   softmax p_t of a teacher's logits. Its gradient with respect to log p_s is -p_t: give dy = -p_t, times what the loss
-   is multiplied by, to mt_vocab_parallel_log_softmax_backward.
-   Communication: forward all-gathers two floats for each token over tp, in invariant mode for each token and virtual
-   shard. backward all-reduces one float for each token. In invariant mode the bits do not depend on the split.
-   MT_ERR_ARGUMENT: vocab or padded_vocab is out of range. */
-MT_API mt_status mt_vocab_parallel_softmax_forward(mt_context *ctx, mt_comm *tp, int64_t vocab, int64_t padded_vocab,
-                                                   mt_tensor logits, mt_tensor y);
-MT_API mt_status mt_vocab_parallel_softmax_backward(mt_context *ctx, mt_comm *tp, int64_t vocab, int64_t padded_vocab,
-                                                    mt_tensor y, mt_tensor dy, mt_tensor dx);
-MT_API mt_status mt_vocab_parallel_log_softmax_forward(mt_context *ctx, mt_comm *tp, int64_t vocab,
-                                                       int64_t padded_vocab, mt_tensor logits, mt_tensor y);
-MT_API mt_status mt_vocab_parallel_log_softmax_backward(mt_context *ctx, mt_comm *tp, int64_t vocab,
-                                                        int64_t padded_vocab, mt_tensor y, mt_tensor dy, mt_tensor dx);
-
 /* Draws a token for each row of logits [rows, local vocabulary], of any float type: the output of a column-parallel
    head without gather_output, split as described above. desc says how to draw: see mt_sample_desc in mt_kernels.cuh.
    vocab is the size of the whole vocabulary without padding, and padded_vocab is that of mt_cross_entropy_desc. Padding
@@ -841,16 +798,6 @@ MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params);
    MT_ERR_ARGUMENT: called twice without mt_sync_gradients or mt_params_zero_grad in between, or after mt_sync_gradients
    without mt_params_zero_grad. */
 MT_API mt_status mt_sync_gradients_begin(mt_context *ctx, mt_params *params);
-
-/* Declares that the gradients of the parameters from first to last, in the registry's order, are final: nothing more is
-   added to them in this step. mt_gpt_backward calls it for its layers. In a loop of your own it is optional; call it in
-   the same order on every rank. mt_sync_gradients also sums gradients that were not declared final. Without
-   mt_sync_gradients_begin it does nothing.
-   Do not add to a gradient that was declared final: its sum may already be under way, and the addition may be lost. The
-   backward of a layer that would add to it is MT_ERR_ARGUMENT.
-   MT_ERR_ARGUMENT: a gradient is declared final twice in one step, or first comes after last, or the two are in
-   different registries. */
-MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, const mt_param *last);
 
 /* Makes param->grad the whole sum on every rank. Call it after mt_sync_gradients when a program with a sharded
    optimizer reads gradients; other programs do not need it. Communication: an all-gather of all gradients (MT_F32) over
@@ -909,35 +856,6 @@ typedef struct mt_optimizer {
 MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const mt_optimizer_desc *desc,
                                      mt_optimizer *out);
 MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer); /* a zero-initialised one is allowed */
-
-/* Writes views of a parameter's moments to *m and *v: MT_F32, shaped like its gradient. Callers may read, write, gather
-   and scatter them (mt_param_gather). MT_ERR_UNSUPPORTED: the optimizer is sharded; use mt_optimizer_read,
-   mt_optimizer_gather and mt_optimizer_scatter. */
-MT_API mt_status mt_optimizer_moments(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
-                                      mt_tensor *m, mt_tensor *v);
-
-/* Writes a view of a parameter's f32 master, or of its value when it has no master, to *master. A program that writes
-   to a master or to its parameter's value must write the same to the other. MT_ERR_UNSUPPORTED as above. */
-MT_API mt_status mt_optimizer_master(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
-                                     mt_tensor *master);
-
-/* The states that an optimizer keeps of a parameter: first moment, second moment, master. The names are those of
-   PyTorch and Megatron. */
-typedef enum mt_optimizer_state { MT_EXP_AVG = 0, MT_EXP_AVG_SQ = 1, MT_MASTER = 2 } mt_optimizer_state;
-
-/* Copies a state of a parameter to `shard`, which is MT_F32 and shaped like param->grad. For a parameter without a
-   master, MT_MASTER is its value. Collective over the data group when the optimizer is sharded. */
-MT_API mt_status mt_optimizer_read(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
-                                   mt_optimizer_state state, mt_tensor shard);
-
-/* Copies between a state of a parameter and the whole tensor in host memory, as mt_param_gather and mt_param_scatter
-   do. gather is collective over the tensor group and, when the optimizer is sharded, over the data group. scatter does
-   not communicate; call it on every data rank with the same `global`. Scattering MT_MASTER also writes the parameter's
-   value, rounded to its type. MT_ERR_DATA as in mt_param_scatter: an element is too large for the value's type. */
-MT_API mt_status mt_optimizer_gather(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
-                                     mt_optimizer_state state, float *global);
-MT_API mt_status mt_optimizer_scatter(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
-                                      mt_optimizer_state state, const float *global);
 
 /* Performs one AdamW step (mt_adamw) with the gradients multiplied by grad_scale, for instance clip coefficient / loss
    scale. Updates masters and rounds parameters in one pass. When the optimizer is sharded, each data rank updates its
@@ -1082,13 +1000,6 @@ typedef struct mt_pipeline_stage {
 MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_pipeline_stage *stage,
                                  const mt_action *actions, int count);
 
-/* In check mode, says what t is, which another stage has sent: tp over the tensor group and dp over the data group.
-   MT_UNDECLARED: replicated or split by rows. It changes nothing over a group where t is known. mt_pipeline_run and the
-   models of megatron.h call it; call it after an mt_recv of your own. Errors: MT_ERR_ARGUMENT (tp or dp is out of
-   range, or tp is MT_PARTIAL, which mt_send refuses over the tensor group), MT_ERR_MEMORY. */
-MT_API mt_status mt_declare_received(mt_context *ctx, const mt_grid *grid, mt_tensor t, mt_placement tp,
-                                     mt_placement dp);
-
 /* ---- hash log: which tensor differs between two runs (src/parallel/hash_log.h) ----------------------------------- */
 
 /* A log for debugging (docs/invariance.md). While a context has a log, linear layers, norm layers and the blocks of
@@ -1109,10 +1020,6 @@ MT_API void mt_hash_log_destroy(mt_hash_log *log);
    megatron.h that take an mt_batch call this function themselves. In a loop around other layers, call it before each
    micro-batch. Does nothing without a log. */
 MT_API void mt_hash_log_tokens(mt_context *ctx, int64_t first_token);
-
-/* paused = 1: layers and blocks log nothing until a call with paused = 0. A block that recomputes a forward in its
-   backward calls it, so that each tensor is logged once. Does nothing without a log. */
-MT_API void mt_hash_log_pause(mt_context *ctx, int paused);
 
 /* Log what layers do not log themselves:
      mt_hash_log_shard  a tensor shaped like a parameter's shard: its value, its gradient (after mt_sync_gradients) or a
@@ -1385,9 +1292,20 @@ MT_API mt_status mt_param_name(mt_context *ctx, char *out, const char *name, con
 MT_API size_t mt_params_mark(const mt_params *params);
 MT_API mt_status mt_create_end(mt_params *params, size_t mark, void *block, size_t block_bytes, mt_status status);
 
+/* Adds a parameter. The registry owns *out. mt_params_init allocates its value and gradient, unless they are bound
+   (mt_params_bind).
+   MT_ERR_ARGUMENT: the name is empty, taken or too long, or NULL with several pipeline stages, another field is out of
+   range, or mt_params_init or mt_params_bind was already called.
+   MT_ERR_SHAPE: rows or cols is not positive, unit is negative, rows * cols is above 2^48, parts * unit does not divide
+   the split dimension, or padded_features breaks a rule of its comment. */
+MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out);
+
 /* Allocates zeroed memory: with on_host 1 host memory (for structs), with on_host 0 memory of the context's device (for
    tables). mt_params_destroy frees it, and so does mt_create_end after an error. */
 MT_API mt_status mt_params_buffer(mt_context *ctx, mt_params *params, size_t bytes, int on_host, void **out);
+
+/* Returns the grid that mt_params_create got. */
+MT_API const mt_grid *mt_params_grid(const mt_params *params);
 
 /* Returns the number of equal shards into which every split dimension is divided: V in invariant mode, otherwise t. */
 MT_API int mt_params_shards(const mt_params *params);
@@ -1414,6 +1332,12 @@ MT_API mt_status mt_check_activation(mt_context *ctx, const char *function, cons
 MT_API mt_status mt_check_sent(mt_context *ctx, const char *function, mt_comm *tp, int sequence_parallel,
                                const char *in_name, mt_tensor in, const char *out_name, mt_tensor out);
 MT_API mt_status mt_check_tokens(mt_context *ctx, const char *function, int64_t tokens);
+
+/* trust = 1 turns off the checks of token ids (embedding) and targets (cross-entropy); trust = 0 turns them on again.
+   A block that has checked the ids itself turns off these checks, so that each id is checked once. Without a check, an
+   id or a target that is out of range is no error: see mt_embedding_forward and mt_cross_entropy_stats. Errors:
+   MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
+MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust);
 
 /* Convert between the tokens of the tensor group and the rows on this rank. Under sequence parallelism rows = tokens /
    t; otherwise rows = tokens.
@@ -1450,6 +1374,12 @@ typedef mt_status (*mt_token_operator)(mt_context *ctx, const void *arg, int64_t
 MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_token_operator op,
                                     const void *arg, int64_t rows, mt_tensor a, mt_tensor b);
 
+/* Returns a view of the columns of t [tokens, local features] that belong to virtual shard number `shard` of this rank,
+   see the chapter "invariant mode". shards is the number of virtual shards on this rank (mt_param.shards). When t.data
+   is NULL, returns t. When shard is not in [0, shards), or `shards` does not divide the columns, returns a view of -1
+   rows, which every call refuses. */
+MT_API mt_tensor mt_shard_cols(mt_tensor t, int shard, int shards);
+
 /* Use these functions when a block calls an operator on one virtual shard (mt_shard_cols). The bits of the operator's
    result may depend on the leading dimension and the alignment of its tensors. In invariant mode *out is therefore a
    contiguous, aligned tensor in the arena. When t itself is contiguous and aligned, and outside invariant mode, *out is
@@ -1461,6 +1391,10 @@ MT_API mt_status mt_invariant_input(mt_context *ctx, mt_tensor t, mt_tensor *out
 MT_API mt_status mt_invariant_output(mt_context *ctx, mt_tensor t, mt_tensor *out);
 MT_API mt_status mt_invariant_store(mt_context *ctx, mt_tensor out, mt_tensor t);
 
+/* paused = 1: layers and blocks log nothing in the context's hash log until a call with paused = 0. A block that
+   recomputes a forward in its backward calls it, so that each tensor is logged once. Does nothing without a log. */
+MT_API void mt_hash_log_pause(mt_context *ctx, int paused);
+
 /* Logs an activation t [tokens, n] in the context's hash log. Does nothing without a log, or when name is "". With
    sequence_parallel t is [tokens / t, n], this rank's rows. When every rank has all columns of t, cols is NULL. When
    the columns are split over tensor ranks, cols is a parameter whose split dimension is split in the same way, such as
@@ -1469,6 +1403,23 @@ MT_API mt_status mt_invariant_store(mt_context *ctx, mt_tensor out, mt_tensor t)
    components are separated by dots: "l.0.fc1.weight" with up 2 is "l.0". */
 MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int up, const char *what, mt_tensor t,
                                         int sequence_parallel, const mt_param *cols);
+
+/* Declares that the gradients of the parameters from first to last, in the registry's order, are final: nothing more is
+   added to them in this step. mt_gpt_backward calls it for its layers. In a loop of your own it is optional; call it in
+   the same order on every rank. mt_sync_gradients also sums gradients that were not declared final. Without
+   mt_sync_gradients_begin it does nothing.
+   Do not add to a gradient that was declared final: its sum may already be under way, and the addition may be lost. The
+   backward of a layer that would add to it is MT_ERR_ARGUMENT.
+   MT_ERR_ARGUMENT: a gradient is declared final twice in one step, or first comes after last, or the two are in
+   different registries. */
+MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, const mt_param *last);
+
+/* In check mode, says what t is, which another stage has sent: tp over the tensor group and dp over the data group.
+   MT_UNDECLARED: replicated or split by rows. It changes nothing over a group where t is known. mt_pipeline_run and the
+   models of megatron.h call it; call it after an mt_recv of your own. Errors: MT_ERR_ARGUMENT (tp or dp is out of
+   range, or tp is MT_PARTIAL, which mt_send refuses over the tensor group), MT_ERR_MEMORY. */
+MT_API mt_status mt_declare_received(mt_context *ctx, const mt_grid *grid, mt_tensor t, mt_placement tp,
+                                     mt_placement dp);
 
 /* Computes a column-parallel forward for inference. x has all tokens, even with sequence_parallel: x [tokens, in] -> y
    [tokens, local_features], or [tokens, out] when the argument gather_output is 1. desc.gather_output is ignored. Adds
@@ -1506,6 +1457,62 @@ MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, con
                                                             const mt_parallel_linear *before, mt_activation kind,
                                                             mt_tensor dy, mt_tensor h, mt_tensor dh,
                                                             const mt_linear_saved *saved);
+
+/* ---- softmax over a split vocabulary, for authors of losses (src/parallel/softmax.h) ----------------------------- */
+
+/* Softmax and log-softmax over the vocabulary, for losses of your own. logits, y, dy and dx are [tokens, local
+   vocabulary]; their float types may differ, such as 16-bit logits and y in MT_F32. The chapter "vocabulary-parallel
+   embedding and cross-entropy" says how the vocabulary is split.
+   forward:  y from the logits, as mt_softmax_forward and mt_log_softmax_forward from whole rows. y may be logits.
+   backward: dx from y of forward and the gradient dy, as mt_softmax_backward and mt_log_softmax_backward. dx may be dy.
+   vocab is the size of the whole vocabulary without padding, and padded_vocab is that of mt_cross_entropy_desc.
+   Padding does not count, whatever it holds, and y and dx are 0 there, also for log-softmax: a sum over the columns of
+   products of y and dy has no terms of the padding. Logits are never gathered.
+   For instance, distillation has the loss KL(p_t || p_s) = sum of p_t (log p_t - log p_s) over the vocabulary, with the
+   softmax p_t of a teacher's logits. Its gradient with respect to log p_s is -p_t: give dy = -p_t, times what the loss
+   is multiplied by, to mt_vocab_parallel_log_softmax_backward.
+   Communication: forward all-gathers two floats for each token over tp, in invariant mode for each token and virtual
+   shard. backward all-reduces one float for each token. In invariant mode the bits do not depend on the split.
+   MT_ERR_ARGUMENT: vocab or padded_vocab is out of range. */
+MT_API mt_status mt_vocab_parallel_softmax_forward(mt_context *ctx, mt_comm *tp, int64_t vocab, int64_t padded_vocab,
+                                                   mt_tensor logits, mt_tensor y);
+MT_API mt_status mt_vocab_parallel_softmax_backward(mt_context *ctx, mt_comm *tp, int64_t vocab, int64_t padded_vocab,
+                                                    mt_tensor y, mt_tensor dy, mt_tensor dx);
+MT_API mt_status mt_vocab_parallel_log_softmax_forward(mt_context *ctx, mt_comm *tp, int64_t vocab,
+                                                       int64_t padded_vocab, mt_tensor logits, mt_tensor y);
+MT_API mt_status mt_vocab_parallel_log_softmax_backward(mt_context *ctx, mt_comm *tp, int64_t vocab,
+                                                        int64_t padded_vocab, mt_tensor y, mt_tensor dy, mt_tensor dx);
+
+/* ---- optimizer state, for authors of checkpoints (src/parallel/state.h) ------------------------------------------ */
+
+/* Writes views of a parameter's moments to *m and *v: MT_F32, shaped like its gradient. Callers may read, write, gather
+   and scatter them (mt_param_gather). MT_ERR_UNSUPPORTED: the optimizer is sharded; use mt_optimizer_read,
+   mt_optimizer_gather and mt_optimizer_scatter. */
+MT_API mt_status mt_optimizer_moments(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
+                                      mt_tensor *m, mt_tensor *v);
+
+/* Writes a view of a parameter's f32 master, or of its value when it has no master, to *master. A program that writes
+   to a master or to its parameter's value must write the same to the other. MT_ERR_UNSUPPORTED as above. */
+MT_API mt_status mt_optimizer_master(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
+                                     mt_tensor *master);
+
+/* The states that an optimizer keeps of a parameter: first moment, second moment, master. The names are those of
+   PyTorch and Megatron. */
+typedef enum mt_optimizer_state { MT_EXP_AVG = 0, MT_EXP_AVG_SQ = 1, MT_MASTER = 2 } mt_optimizer_state;
+
+/* Copies a state of a parameter to `shard`, which is MT_F32 and shaped like param->grad. For a parameter without a
+   master, MT_MASTER is its value. Collective over the data group when the optimizer is sharded. */
+MT_API mt_status mt_optimizer_read(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
+                                   mt_optimizer_state state, mt_tensor shard);
+
+/* Copies between a state of a parameter and the whole tensor in host memory, as mt_param_gather and mt_param_scatter
+   do. gather is collective over the tensor group and, when the optimizer is sharded, over the data group. scatter does
+   not communicate; call it on every data rank with the same `global`. Scattering MT_MASTER also writes the parameter's
+   value, rounded to its type. MT_ERR_DATA as in mt_param_scatter: an element is too large for the value's type. */
+MT_API mt_status mt_optimizer_gather(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
+                                     mt_optimizer_state state, float *global);
+MT_API mt_status mt_optimizer_scatter(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
+                                      mt_optimizer_state state, const float *global);
 
 /* ---- safetensors files, for authors of importers and file formats (src/files/safetensors.h) ---------------------- */
 

@@ -94,6 +94,8 @@ extern "C" {
 #include "files/checkpoint.h"
 #include "plan/plan.h"
 #include "parallel/authors.h"
+#include "parallel/softmax.h"
+#include "parallel/state.h"
 #include "files/safetensors.h"
 #include "files/fields.h"
 #include "files/formats.h"

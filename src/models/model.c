@@ -4,9 +4,6 @@
 #include "model.h"
 #include "gpt.h"
 #include "../ops/embedding.h"
-#include "../parallel/options.h"
-#include "../parallel/sync.h"
-#include "../parallel/pipeline.h"
 #include "../blocks/layer.c"
 
 #define MTI_LAYERS_MAX (1 << 17)

@@ -29,9 +29,20 @@ MT_API mt_status mt_param_name(mt_context *ctx, char *out, const char *name, con
 MT_API size_t mt_params_mark(const mt_params *params);
 MT_API mt_status mt_create_end(mt_params *params, size_t mark, void *block, size_t block_bytes, mt_status status);
 
+/* Adds a parameter. The registry owns *out. mt_params_init allocates its value and gradient, unless they are bound
+   (mt_params_bind).
+   MT_ERR_ARGUMENT: the name is empty, taken or too long, or NULL with several pipeline stages, another field is out of
+   range, or mt_params_init or mt_params_bind was already called.
+   MT_ERR_SHAPE: rows or cols is not positive, unit is negative, rows * cols is above 2^48, parts * unit does not divide
+   the split dimension, or padded_features breaks a rule of its comment. */
+MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out);
+
 /* Allocates zeroed memory: with on_host 1 host memory (for structs), with on_host 0 memory of the context's device (for
    tables). mt_params_destroy frees it, and so does mt_create_end after an error. */
 MT_API mt_status mt_params_buffer(mt_context *ctx, mt_params *params, size_t bytes, int on_host, void **out);
+
+/* Returns the grid that mt_params_create got. */
+MT_API const mt_grid *mt_params_grid(const mt_params *params);
 
 /* Returns the number of equal shards into which every split dimension is divided: V in invariant mode, otherwise t. */
 MT_API int mt_params_shards(const mt_params *params);
@@ -58,6 +69,12 @@ MT_API mt_status mt_check_activation(mt_context *ctx, const char *function, cons
 MT_API mt_status mt_check_sent(mt_context *ctx, const char *function, mt_comm *tp, int sequence_parallel,
                                const char *in_name, mt_tensor in, const char *out_name, mt_tensor out);
 MT_API mt_status mt_check_tokens(mt_context *ctx, const char *function, int64_t tokens);
+
+/* trust = 1 turns off the checks of token ids (embedding) and targets (cross-entropy); trust = 0 turns them on again.
+   A block that has checked the ids itself turns off these checks, so that each id is checked once. Without a check, an
+   id or a target that is out of range is no error: see mt_embedding_forward and mt_cross_entropy_stats. Errors:
+   MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
+MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust);
 
 /* Convert between the tokens of the tensor group and the rows on this rank. Under sequence parallelism rows = tokens /
    t; otherwise rows = tokens.
@@ -94,6 +111,12 @@ typedef mt_status (*mt_token_operator)(mt_context *ctx, const void *arg, int64_t
 MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_token_operator op,
                                     const void *arg, int64_t rows, mt_tensor a, mt_tensor b);
 
+/* Returns a view of the columns of t [tokens, local features] that belong to virtual shard number `shard` of this rank,
+   see the chapter "invariant mode". shards is the number of virtual shards on this rank (mt_param.shards). When t.data
+   is NULL, returns t. When shard is not in [0, shards), or `shards` does not divide the columns, returns a view of -1
+   rows, which every call refuses. */
+MT_API mt_tensor mt_shard_cols(mt_tensor t, int shard, int shards);
+
 /* Use these functions when a block calls an operator on one virtual shard (mt_shard_cols). The bits of the operator's
    result may depend on the leading dimension and the alignment of its tensors. In invariant mode *out is therefore a
    contiguous, aligned tensor in the arena. When t itself is contiguous and aligned, and outside invariant mode, *out is
@@ -105,6 +128,10 @@ MT_API mt_status mt_invariant_input(mt_context *ctx, mt_tensor t, mt_tensor *out
 MT_API mt_status mt_invariant_output(mt_context *ctx, mt_tensor t, mt_tensor *out);
 MT_API mt_status mt_invariant_store(mt_context *ctx, mt_tensor out, mt_tensor t);
 
+/* paused = 1: layers and blocks log nothing in the context's hash log until a call with paused = 0. A block that
+   recomputes a forward in its backward calls it, so that each tensor is logged once. Does nothing without a log. */
+MT_API void mt_hash_log_pause(mt_context *ctx, int paused);
+
 /* Logs an activation t [tokens, n] in the context's hash log. Does nothing without a log, or when name is "". With
    sequence_parallel t is [tokens / t, n], this rank's rows. When every rank has all columns of t, cols is NULL. When
    the columns are split over tensor ranks, cols is a parameter whose split dimension is split in the same way, such as
@@ -113,6 +140,23 @@ MT_API mt_status mt_invariant_store(mt_context *ctx, mt_tensor out, mt_tensor t)
    components are separated by dots: "l.0.fc1.weight" with up 2 is "l.0". */
 MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int up, const char *what, mt_tensor t,
                                         int sequence_parallel, const mt_param *cols);
+
+/* Declares that the gradients of the parameters from first to last, in the registry's order, are final: nothing more is
+   added to them in this step. mt_gpt_backward calls it for its layers. In a loop of your own it is optional; call it in
+   the same order on every rank. mt_sync_gradients also sums gradients that were not declared final. Without
+   mt_sync_gradients_begin it does nothing.
+   Do not add to a gradient that was declared final: its sum may already be under way, and the addition may be lost. The
+   backward of a layer that would add to it is MT_ERR_ARGUMENT.
+   MT_ERR_ARGUMENT: a gradient is declared final twice in one step, or first comes after last, or the two are in
+   different registries. */
+MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, const mt_param *last);
+
+/* In check mode, says what t is, which another stage has sent: tp over the tensor group and dp over the data group.
+   MT_UNDECLARED: replicated or split by rows. It changes nothing over a group where t is known. mt_pipeline_run and the
+   models of megatron.h call it; call it after an mt_recv of your own. Errors: MT_ERR_ARGUMENT (tp or dp is out of
+   range, or tp is MT_PARTIAL, which mt_send refuses over the tensor group), MT_ERR_MEMORY. */
+MT_API mt_status mt_declare_received(mt_context *ctx, const mt_grid *grid, mt_tensor t, mt_placement tp,
+                                     mt_placement dp);
 
 /* Computes a column-parallel forward for inference. x has all tokens, even with sequence_parallel: x [tokens, in] -> y
    [tokens, local_features], or [tokens, out] when the argument gather_output is 1. desc.gather_output is ignored. Adds

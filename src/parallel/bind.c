@@ -1,7 +1,7 @@
 /* ---- parameters in memory of the caller -------------------------------------------------------------------------- */
 
 #pragma once
-#include "optimizer.h"
+#include "state.h"
 #include "settings.c"
 
 static char *mti_memory_of(const mt_params_memory *memory, int kind) {

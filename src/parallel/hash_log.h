@@ -22,10 +22,6 @@ MT_API void mt_hash_log_destroy(mt_hash_log *log);
    micro-batch. Does nothing without a log. */
 MT_API void mt_hash_log_tokens(mt_context *ctx, int64_t first_token);
 
-/* paused = 1: layers and blocks log nothing until a call with paused = 0. A block that recomputes a forward in its
-   backward calls it, so that each tensor is logged once. Does nothing without a log. */
-MT_API void mt_hash_log_pause(mt_context *ctx, int paused);
-
 /* Log what layers do not log themselves:
      mt_hash_log_shard  a tensor shaped like a parameter's shard: its value, its gradient (after mt_sync_gradients) or a
                         moment. The line is named by the parameter's name and the suffix, such as "", ".grad" or

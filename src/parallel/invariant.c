@@ -2,7 +2,6 @@
 
 #pragma once
 #include "invariant.h"
-#include "authors.h"
 #include "options.c"
 #include "../comm/communicator.h"
 #include "../ops/move.h"

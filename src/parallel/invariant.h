@@ -1,7 +1,7 @@
 /* ---- invariant mode ---------------------------------------------------------------------------------------------- */
 
 #pragma once
-#include "../comm/tensor.h"
+#include "../comm/api.h"
 
 /* mt_context_desc.invariant = V, a power of two, turns invariant mode on; 0 turns it off. In this mode a training step
    computes the same bits on every grid with 1, 2, 4, ..., V tensor ranks, 1, 2, 4, ..., V_d data ranks and any number
@@ -22,11 +22,6 @@
                       gate and up of its second shard, and so on. Call mt_column_parallel_activation_forward, or call
                       your own operator once for each shard (mt_shard_cols), and set mt_linear_desc.parts_by_shard.
                       Without parts_by_shard the layer's create returns MT_ERR_ARGUMENT. */
-
-/* Returns a view of the columns of t [tokens, local features] that belong to virtual shard number `shard` of this rank.
-   shards is the number of virtual shards on this rank (mt_param.shards). When t.data is NULL, returns t. When shard is
-   not in [0, shards), or `shards` does not divide the columns, returns a view of -1 rows, which every call refuses. */
-MT_API mt_tensor mt_shard_cols(mt_tensor t, int shard, int shards);
 
 /* Returns the number of sequences in a micro-batch of invariant mode. `sequences` is the number of sequences in the
    whole step, on all data ranks together, and data_shards is V_d (mt_context_invariant_data). A step has n

@@ -3,6 +3,7 @@
 #pragma once
 #include "options.h"
 #include "hash_log.h"
+#include "authors.h"
 #include "system.h"
 #include "../ops/authors.h"
 #include "../ops/system.h"

@@ -37,9 +37,3 @@ typedef struct mt_parallel_options {
    Errors: MT_ERR_ARGUMENT (a value is out of range), MT_ERR_MEMORY. */
 MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_options *options);
 MT_API mt_parallel_options mt_parallel_get_options(const mt_context *ctx);
-
-/* trust = 1 turns off the checks of token ids (embedding) and targets (cross-entropy); trust = 0 turns them on again.
-   A block that has checked the ids itself turns off these checks, so that each id is checked once. Without a check, an
-   id or a target that is out of range is no error: see mt_embedding_forward and mt_cross_entropy_stats. Errors:
-   MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
-MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust);

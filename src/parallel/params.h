@@ -105,14 +105,6 @@ typedef struct mt_data_parallel_desc {
    mt_params_init or mt_params_bind was already called. */
 MT_API mt_status mt_params_set_data_parallel(mt_context *ctx, mt_params *params, const mt_data_parallel_desc *desc);
 
-/* Adds a parameter. The registry owns *out. mt_params_init allocates its value and gradient, unless they are bound
-   (mt_params_bind).
-   MT_ERR_ARGUMENT: the name is empty, taken or too long, or NULL with several pipeline stages, another field is out of
-   range, or mt_params_init or mt_params_bind was already called.
-   MT_ERR_SHAPE: rows or cols is not positive, unit is negative, rows * cols is above 2^48, parts * unit does not divide
-   the split dimension, or padded_features breaks a rule of its comment. */
-MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out);
-
 /* Sets mt_param_desc.weight_decay of a parameter, for instance of one that the create function of a layer has added.
    Those functions let weights and embeddings decay, but not biases and norms. 1: the optimizer decays the parameter; 0:
    it does not. Call it on every rank, before mt_params_init and mt_params_bind, which compare it between ranks.
@@ -138,7 +130,7 @@ typedef struct mt_params_memory {
 /* mt_params_bind puts values, gradients or optimizer state of all parameters into memory of the caller:
        mt_params_memory m = {.values = weights, .grads = gradients, .elements = mt_params_elements(params)};
        MT_TRY(mt_params_bind(ctx, params, &m));        // weights may already have their values
-   Call it after the last mt_params_add. Values and gradients are bound before mt_params_init, and exp_avg, exp_avg_sq
+   Call it after adding all parameters. Values and gradients are bound before mt_params_init, and exp_avg, exp_avg_sq
    and master before mt_optimizer_create. You may bind the kinds in several calls. With memory NULL the call only
    compares the ranks and, when all values are bound, allocates the rest.
    mt_param_bind does the same for one parameter, without communication. For mt_param_bind, elements is the size of each
@@ -215,9 +207,7 @@ MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params);
    is packed then. */
 MT_API mt_status mt_params_pack(mt_context *ctx, mt_params *params);
 
-/* What a registry has. mt_params_grid returns the grid that mt_params_create got. The parameters belong to the
-   registry: they are valid until mt_params_destroy, or until mt_create_end removes them. */
-MT_API const mt_grid *mt_params_grid(const mt_params *params);
+/* What a registry has. The parameters belong to the registry: they are valid until mt_params_destroy. */
 MT_API int mt_params_count(const mt_params *params);
 MT_API mt_param *mt_params_at(const mt_params *params, int index);          /* NULL when out of range */
 MT_API mt_param *mt_params_find(const mt_params *params, const char *name); /* NULL when there is none */

@@ -2,7 +2,6 @@
 
 #pragma once
 #include "grid.h"
-#include "../check/placements.h"
 
 /* A schedule is the list of actions of one stage in one step. mt_pipeline_schedule makes it, or you write it yourself.
    mt_pipeline_run runs it. The schedules below run the micro-batches in ascending order, both forward and backward.
@@ -73,10 +72,3 @@ typedef struct mt_pipeline_stage {
    rank destroys its communicators or the timeout passes. */
 MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_pipeline_stage *stage,
                                  const mt_action *actions, int count);
-
-/* In check mode, says what t is, which another stage has sent: tp over the tensor group and dp over the data group.
-   MT_UNDECLARED: replicated or split by rows. It changes nothing over a group where t is known. mt_pipeline_run and the
-   models of megatron.h call it; call it after an mt_recv of your own. Errors: MT_ERR_ARGUMENT (tp or dp is out of
-   range, or tp is MT_PARTIAL, which mt_send refuses over the tensor group), MT_ERR_MEMORY. */
-MT_API mt_status mt_declare_received(mt_context *ctx, const mt_grid *grid, mt_tensor t, mt_placement tp,
-                                     mt_placement dp);

@@ -1,6 +1,7 @@
 /* ---- softmax and log-softmax over a vocabulary that is split ----------------------------------------------------- */
 
 #pragma once
+#include "softmax.h"
 #include "vocab.c"
 #include "../ops/softmax_shard.h"
 

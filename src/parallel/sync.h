@@ -40,16 +40,6 @@ MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params);
    without mt_params_zero_grad. */
 MT_API mt_status mt_sync_gradients_begin(mt_context *ctx, mt_params *params);
 
-/* Declares that the gradients of the parameters from first to last, in the registry's order, are final: nothing more is
-   added to them in this step. mt_gpt_backward calls it for its layers. In a loop of your own it is optional; call it in
-   the same order on every rank. mt_sync_gradients also sums gradients that were not declared final. Without
-   mt_sync_gradients_begin it does nothing.
-   Do not add to a gradient that was declared final: its sum may already be under way, and the addition may be lost. The
-   backward of a layer that would add to it is MT_ERR_ARGUMENT.
-   MT_ERR_ARGUMENT: a gradient is declared final twice in one step, or first comes after last, or the two are in
-   different registries. */
-MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, const mt_param *last);
-
 /* Makes param->grad the whole sum on every rank. Call it after mt_sync_gradients when a program with a sharded
    optimizer reads gradients; other programs do not need it. Communication: an all-gather of all gradients (MT_F32) over
    the data group, one for each bucket. Without a sharded optimizer, and in invariant mode, it does nothing, because
