@@ -59,8 +59,8 @@
        (mt_parallel.h, "checkpoints").
     7. Create the optimizer: mt_optimizer_create (mt_parallel.h, "optimizer"). With f16, mt_step_create also keeps the
        loss scale (mt_parallel.h, "a step that does not wait").
-    8. For each micro-batch, describe its sequences in an mt_batch (megatron.h, "batch and dropout"), and call the
-       forward and the backward of the model. Release the arena.
+    8. For each micro-batch, describe its sequences in an mt_batch (megatron.h, "batch"), and call the forward and the
+       backward of the model. Release the arena.
     9. Sum the gradients over the ranks, and clip them by their norm: mt_sync_gradients, mt_grad_norm (mt_parallel.h,
        "gradients"). Then call mt_optimizer_step and, for the next step, mt_params_zero_grad.
    10. Save and resume: mt_gpt_checkpoint_create (megatron.h, "checkpoints of a GPT"), mt_checkpoint_save and
@@ -119,7 +119,7 @@
 extern "C" {
 #endif
 
-/* ---- batch and dropout (src/blocks/batch.h) ---------------------------------------------------------------------- */
+/* ---- batch (src/blocks/batch.h) ---------------------------------------------------------------------------------- */
 
 /* The tokens of one call: `sequences` sequences of `seq` tokens each. All tensor ranks pass the same batch. A dropout
    mask depends on seed, step, layer, and the element's index in the global batch (all sequences of a step). When each
@@ -166,19 +166,6 @@ typedef struct mt_batch {
        when saved is NULL. 0: backward computes the gradient */
     float backward_scale;
 } mt_batch;
-
-/* Returns the mt_dropout of probability p for a block of your own. When batch is NULL, it drops nothing. Set three
-   fields of the result: at.first_row and at.first_col to the place in the global tensor where this rank's tensor
-   begins, and at.global_cols to the number of columns of the global tensor (see mt_random). The global tensor has the
-   tokens of the whole global batch: at.first_row is batch->first_sequence * batch->seq, plus tp_rank times the rows of
-   this rank's tensor under sequence parallelism. Each (seed, step, layer,
-   site) has random numbers of its own, for step < 2^44, layer < 2^18 and site < 4.
-   The transformer layer with layer_number n uses (layer, site) = (n, 0) for attention probabilities, (n, 1) for the
-   output of attention and (n, 2) for the output of the MLP. Cross-attention uses (n, 3) for its probabilities. A GPT,
-   BERT or language model with L layers has the layer numbers 0 to L - 1, and uses (L, 3) for the embedding. Blocks of
-   your own beside it therefore need numbers greater than L. Two models in one program draw the same masks, unless their
-   batches have different seeds. */
-MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer, int site);
 
 /* ---- MLP (src/blocks/mlp.h) -------------------------------------------------------------------------------------- */
 
@@ -386,82 +373,6 @@ MT_API mt_status mt_self_attention_from_tensors(mt_context *ctx, mt_comm *tp, co
                                                 const mt_self_attention_desc *desc,
                                                 const mt_self_attention_tensors *tensors, mt_param *params,
                                                 mt_self_attention *out);
-
-/* QK-norm (arXiv 2302.05442; q_layernorm and k_layernorm of Megatron-LM) normalises each query head and each key head.
-   All query heads have one gain, and all key heads have another. create uses desc for both norm layers: desc->features
-   is the head size. `layer` is the layer that computes qkv in the layout MT_QKV_PER_GROUP. Its desc.unit must be the
-   size of a query group, (heads_per_group + 2) * head size; from it create computes the number of query groups.
-   qkv and dqkv have the layout of qkv in mt_core_attention_forward and are contiguous. No communication.
-     forward   replaces the queries and keys in qkv by their normalised values. saved keeps copies of the original ones
-               in the arena. When saved is NULL, forward is inference.
-     backward  replaces the gradients of the normalised queries and keys in dqkv by those of the original ones, and adds
-               to the gradients of the parameters.
-   MT_ERR_ARGUMENT: desc->groups is not 0, or layer was not created. MT_ERR_SHAPE: layer->desc.unit is not a multiple of
-   the head size or is less than 3 * head size, the layer has several parts, or qkv or dqkv has another layout or is not
-   contiguous. */
-typedef struct mt_qk_norm {
-    mt_norm_layer q, k; /* NAME.q_layernorm.*, NAME.k_layernorm.* */
-    int64_t unit;       /* columns of a query group */
-} mt_qk_norm;
-
-typedef struct mt_qk_norm_saved {
-    mt_norm_saved q, k;
-} mt_qk_norm_saved;
-
-MT_API mt_status mt_qk_norm_create(mt_context *ctx, mt_params *params, const char *name, const mt_norm_layer_desc *desc,
-                                   const mt_column_parallel_linear *layer, mt_qk_norm *out);
-MT_API mt_status mt_qk_norm_forward(mt_context *ctx, const mt_qk_norm *norm, mt_tensor qkv, mt_qk_norm_saved *saved);
-MT_API mt_status mt_qk_norm_backward(mt_context *ctx, const mt_qk_norm *norm, mt_tensor dqkv,
-                                     const mt_qk_norm_saved *saved);
-
-/* Returns the desc that mt_core_attention_forward and mt_core_attention_backward need for the output of the layer `qkv`
-   on this rank. The layer's parts and unit say which layout it computes: MT_QKV_PER_GROUP with 1 part and the unit
-   (heads_per_group + 2) * head_dim, MT_QKV_CONCATENATED, with one query head per group, with 3 parts and the unit
-   head_dim. The field `groups` counts only this rank's non-empty groups. scores is zero: the mask is causal. lengths,
-   cu_seqlens and the bias are those of batch. dropout.at has this rank's first_row, first_col and global_cols, and
-   dropout.p is 0. To use dropout, copy p, at.seed, at.subsequence and at.offset from the result of mt_batch_dropout
-   into dropout. When a pointer is NULL, the layer has copies, or the parts and the unit are others, all fields of the
-   result are 0, and every call with it fails. For three layers (MT_QKV_SEPARATE) fill the desc yourself. */
-MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear *qkv, int64_t head_dim,
-                                                const mt_batch *batch);
-
-/* Run mt_attention_forward and mt_attention_backward on the groups of this rank, without rotary, for your own blocks.
-   For shards pass weight->shards of the column-parallel layer that computed qkv. Outside invariant mode this number is
-   1. In invariant mode it is the number of virtual shards on this rank, and core attention runs once for each of them.
-   desc->groups counts only this rank's non-empty groups. all_groups below counts the empty ones, too.
-     qkv, dqkv  [tokens, all_groups * (heads_per_group + 2) * head_dim]: virtual shard by virtual shard, each with the
-                columns of its groups in the order of desc->qkv_layout. With MT_QKV_SEPARATE: the output of the layer
-                of queries, then of keys, then of values
-     out, dout  [tokens, all_groups * heads_per_group * head_dim]
-     lse        [desc->groups * heads_per_group, tokens]; may be mt_none() in forward
-   The columns of empty groups come last. forward sets these columns of out to zero, and backward those of dqkv.
-   MT_ERR_SHAPE: the columns are not a whole number of groups, shards does not divide all_groups, or a group is empty
-   and qkv_layout is not MT_QKV_PER_GROUP. */
-MT_API mt_status mt_core_attention_forward(mt_context *ctx, const mt_attention_desc *desc, int shards, mt_tensor qkv,
-                                           mt_tensor out, mt_tensor lse);
-MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_desc *desc, int shards, mt_tensor qkv,
-                                            mt_tensor out, mt_tensor lse, mt_tensor dout, mt_tensor dqkv);
-
-/* Copies between a QKV weight [(heads + 2 * kv_heads) * head_dim, cols] of the layout MT_QKV_PER_GROUP and separate
-   weights q [heads * head_dim, cols], k and v [kv_heads * head_dim, cols]. For a bias cols is 1. All are unsharded and
-   contiguous, in host memory, and must not overlap. Errors: MT_ERR_SHAPE (a size is not positive or too large, or heads
-   is not a multiple of kv_heads), MT_ERR_ARGUMENT (a pointer is NULL). */
-MT_API mt_status mt_qkv_from_separate(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols, const float *q,
-                                      const float *k, const float *v, float *qkv);
-MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols, const float *qkv,
-                                    float *q, float *k, float *v);
-
-/* Copy a weight [heads * head_dim, cols] of queries or of keys between models with MT_ROTARY_PAIRS and
-   MT_ROTARY_HALVES. In each head, rows 2 i and 2 i + 1 of `pairs` are rows i and i + R / 2 of `halves`, for i < R / 2,
-   with R = rotary_dim, or head_dim if this is 0. The other rows are equal. When the queries and keys of a model are
-   converted, and its values are left as they are, it computes the same with the other form, up to rounding. For a bias
-   cols is 1. `pairs` and `halves` are unsharded and contiguous, in host memory, and must not overlap. Convert the
-   separate weights of mt_qkv_to_separate. Errors: MT_ERR_SHAPE (a size is not positive or too large, or R is odd or
-   greater than head_dim), MT_ERR_ARGUMENT (a pointer is NULL). */
-MT_API mt_status mt_rotary_halves_from_pairs(int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t cols,
-                                             const float *pairs, float *halves);
-MT_API mt_status mt_rotary_pairs_from_halves(int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t cols,
-                                             const float *halves, float *pairs);
 
 /* ---- cross-attention (src/blocks/cross.h) ------------------------------------------------------------------------ */
 
@@ -1072,6 +983,91 @@ MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, co
 MT_API mt_status mt_bert_checkpoint_create(mt_context *ctx, mt_params *params, const mt_bert *bert,
                                            const mt_checkpoint_desc *desc, mt_checkpoint **out);
 
+/* Reads the desc of a stored GPT, for mt_gpt_create. directory is that of one checkpoint (see mt_checkpoint_path) or of
+   a GPT-2 or a Llama of Hugging Face. The desc of a checkpoint is in its metadata; that of Hugging Face is in
+   config.json. Fields that do not change the output of a model (dropout, init, sequence_parallel, padded_vocab,
+   ...) become 0. Not collective. MT_ERR_IO: the files cannot be read. MT_ERR_DATA: they describe no GPT that this
+   library can build; the message names the member of config.json, its value and what is accepted. After an error *out
+   is unchanged. */
+MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt_desc *out);
+
+/* The same for a BERT of a checkpoint or of Hugging Face. For the latter no_binary_head becomes 1 when the files have
+   no tensors of sentence order (cls.seq_relationship). Set it to 0 to keep the pooler of a BertModel, and call
+   mt_params_init before the import. */
+MT_API mt_status mt_bert_desc_read(mt_context *ctx, const char *directory, mt_bert_desc *out);
+
+/* ---- attention, norms and dropout, for authors of blocks (src/blocks/authors.h) ---------------------------------- */
+
+/* Returns the mt_dropout of probability p for a block of your own. When batch is NULL, it drops nothing. Set three
+   fields of the result: at.first_row and at.first_col to the place in the global tensor where this rank's tensor
+   begins, and at.global_cols to the number of columns of the global tensor (see mt_random). The global tensor has the
+   tokens of the whole global batch: at.first_row is batch->first_sequence * batch->seq, plus tp_rank times the rows of
+   this rank's tensor under sequence parallelism. Each (seed, step, layer,
+   site) has random numbers of its own, for step < 2^44, layer < 2^18 and site < 4.
+   The transformer layer with layer_number n uses (layer, site) = (n, 0) for attention probabilities, (n, 1) for the
+   output of attention and (n, 2) for the output of the MLP. Cross-attention uses (n, 3) for its probabilities. A GPT,
+   BERT or language model with L layers has the layer numbers 0 to L - 1, and uses (L, 3) for the embedding. Blocks of
+   your own beside it therefore need numbers greater than L. Two models in one program draw the same masks, unless their
+   batches have different seeds. */
+MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer, int site);
+
+/* Returns the desc that mt_core_attention_forward and mt_core_attention_backward need for the output of the layer `qkv`
+   on this rank. The layer's parts and unit say which layout it computes: MT_QKV_PER_GROUP with 1 part and the unit
+   (heads_per_group + 2) * head_dim, MT_QKV_CONCATENATED, with one query head per group, with 3 parts and the unit
+   head_dim. The field `groups` counts only this rank's non-empty groups. scores is zero: the mask is causal. lengths,
+   cu_seqlens and the bias are those of batch. dropout.at has this rank's first_row, first_col and global_cols, and
+   dropout.p is 0. To use dropout, copy p, at.seed, at.subsequence and at.offset from the result of mt_batch_dropout
+   into dropout. When a pointer is NULL, the layer has copies, or the parts and the unit are others, all fields of the
+   result are 0, and every call with it fails. For three layers (MT_QKV_SEPARATE) fill the desc yourself. */
+MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear *qkv, int64_t head_dim,
+                                                const mt_batch *batch);
+
+/* Run mt_attention_forward and mt_attention_backward on the groups of this rank, without rotary, for your own blocks.
+   For shards pass weight->shards of the column-parallel layer that computed qkv. Outside invariant mode this number is
+   1. In invariant mode it is the number of virtual shards on this rank, and core attention runs once for each of them.
+   desc->groups counts only this rank's non-empty groups. all_groups below counts the empty ones, too.
+     qkv, dqkv  [tokens, all_groups * (heads_per_group + 2) * head_dim]: virtual shard by virtual shard, each with the
+                columns of its groups in the order of desc->qkv_layout. With MT_QKV_SEPARATE: the output of the layer
+                of queries, then of keys, then of values
+     out, dout  [tokens, all_groups * heads_per_group * head_dim]
+     lse        [desc->groups * heads_per_group, tokens]; may be mt_none() in forward
+   The columns of empty groups come last. forward sets these columns of out to zero, and backward those of dqkv.
+   MT_ERR_SHAPE: the columns are not a whole number of groups, shards does not divide all_groups, or a group is empty
+   and qkv_layout is not MT_QKV_PER_GROUP. */
+MT_API mt_status mt_core_attention_forward(mt_context *ctx, const mt_attention_desc *desc, int shards, mt_tensor qkv,
+                                           mt_tensor out, mt_tensor lse);
+MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_desc *desc, int shards, mt_tensor qkv,
+                                            mt_tensor out, mt_tensor lse, mt_tensor dout, mt_tensor dqkv);
+
+/* QK-norm (arXiv 2302.05442; q_layernorm and k_layernorm of Megatron-LM) normalises each query head and each key head.
+   All query heads have one gain, and all key heads have another. create uses desc for both norm layers: desc->features
+   is the head size. `layer` is the layer that computes qkv in the layout MT_QKV_PER_GROUP. Its desc.unit must be the
+   size of a query group, (heads_per_group + 2) * head size; from it create computes the number of query groups.
+   qkv and dqkv have the layout of qkv in mt_core_attention_forward and are contiguous. No communication.
+     forward   replaces the queries and keys in qkv by their normalised values. saved keeps copies of the original ones
+               in the arena. When saved is NULL, forward is inference.
+     backward  replaces the gradients of the normalised queries and keys in dqkv by those of the original ones, and adds
+               to the gradients of the parameters.
+   MT_ERR_ARGUMENT: desc->groups is not 0, or layer was not created. MT_ERR_SHAPE: layer->desc.unit is not a multiple of
+   the head size or is less than 3 * head size, the layer has several parts, or qkv or dqkv has another layout or is not
+   contiguous. */
+typedef struct mt_qk_norm {
+    mt_norm_layer q, k; /* NAME.q_layernorm.*, NAME.k_layernorm.* */
+    int64_t unit;       /* columns of a query group */
+} mt_qk_norm;
+
+typedef struct mt_qk_norm_saved {
+    mt_norm_saved q, k;
+} mt_qk_norm_saved;
+
+MT_API mt_status mt_qk_norm_create(mt_context *ctx, mt_params *params, const char *name, const mt_norm_layer_desc *desc,
+                                   const mt_column_parallel_linear *layer, mt_qk_norm *out);
+MT_API mt_status mt_qk_norm_forward(mt_context *ctx, const mt_qk_norm *norm, mt_tensor qkv, mt_qk_norm_saved *saved);
+MT_API mt_status mt_qk_norm_backward(mt_context *ctx, const mt_qk_norm *norm, mt_tensor dqkv,
+                                     const mt_qk_norm_saved *saved);
+
+/* ---- weights of other models, for authors of importers (src/blocks/weights.h) ------------------------------------ */
+
 /* Values of mt_tensor_name.part in the table of a model of transformer layers. This row is for files that have the
    queries of each layer in a tensor of their own:
        {"layers.#.wq.weight", "decoder.layers.#.self_attention.linear_qkv.weight", MT_PART_QUERY, 0}
@@ -1090,18 +1086,26 @@ typedef enum mt_layer_part {
     MT_PART_UP = 7
 } mt_layer_part;
 
-/* Reads the desc of a stored GPT, for mt_gpt_create. directory is that of one checkpoint (see mt_checkpoint_path) or of
-   a GPT-2 or a Llama of Hugging Face. The desc of a checkpoint is in its metadata; that of Hugging Face is in
-   config.json. Fields that do not change the output of a model (dropout, init, sequence_parallel, padded_vocab,
-   ...) become 0. Not collective. MT_ERR_IO: the files cannot be read. MT_ERR_DATA: they describe no GPT that this
-   library can build; the message names the member of config.json, its value and what is accepted. After an error *out
-   is unchanged. */
-MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt_desc *out);
+/* Copies between a QKV weight [(heads + 2 * kv_heads) * head_dim, cols] of the layout MT_QKV_PER_GROUP and separate
+   weights q [heads * head_dim, cols], k and v [kv_heads * head_dim, cols]. For a bias cols is 1. All are unsharded and
+   contiguous, in host memory, and must not overlap. Errors: MT_ERR_SHAPE (a size is not positive or too large, or heads
+   is not a multiple of kv_heads), MT_ERR_ARGUMENT (a pointer is NULL). */
+MT_API mt_status mt_qkv_from_separate(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols, const float *q,
+                                      const float *k, const float *v, float *qkv);
+MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols, const float *qkv,
+                                    float *q, float *k, float *v);
 
-/* The same for a BERT of a checkpoint or of Hugging Face. For the latter no_binary_head becomes 1 when the files have
-   no tensors of sentence order (cls.seq_relationship). Set it to 0 to keep the pooler of a BertModel, and call
-   mt_params_init before the import. */
-MT_API mt_status mt_bert_desc_read(mt_context *ctx, const char *directory, mt_bert_desc *out);
+/* Copy a weight [heads * head_dim, cols] of queries or of keys between models with MT_ROTARY_PAIRS and
+   MT_ROTARY_HALVES. In each head, rows 2 i and 2 i + 1 of `pairs` are rows i and i + R / 2 of `halves`, for i < R / 2,
+   with R = rotary_dim, or head_dim if this is 0. The other rows are equal. When the queries and keys of a model are
+   converted, and its values are left as they are, it computes the same with the other form, up to rounding. For a bias
+   cols is 1. `pairs` and `halves` are unsharded and contiguous, in host memory, and must not overlap. Convert the
+   separate weights of mt_qkv_to_separate. Errors: MT_ERR_SHAPE (a size is not positive or too large, or R is odd or
+   greater than head_dim), MT_ERR_ARGUMENT (a pointer is NULL). */
+MT_API mt_status mt_rotary_halves_from_pairs(int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t cols,
+                                             const float *pairs, float *halves);
+MT_API mt_status mt_rotary_pairs_from_halves(int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t cols,
+                                             const float *halves, float *pairs);
 
 #ifdef __cplusplus
 }

@@ -58,8 +58,8 @@
        (mt_parallel.h, "checkpoints").
     7. Create the optimizer: mt_optimizer_create (mt_parallel.h, "optimizer"). With f16, mt_step_create also keeps the
        loss scale (mt_parallel.h, "a step that does not wait").
-    8. For each micro-batch, describe its sequences in an mt_batch (megatron.h, "batch and dropout"), and call the
-       forward and the backward of the model. Release the arena.
+    8. For each micro-batch, describe its sequences in an mt_batch (megatron.h, "batch"), and call the forward and the
+       backward of the model. Release the arena.
     9. Sum the gradients over the ranks, and clip them by their norm: mt_sync_gradients, mt_grad_norm (mt_parallel.h,
        "gradients"). Then call mt_optimizer_step and, for the next step, mt_params_zero_grad.
    10. Save and resume: mt_gpt_checkpoint_create (megatron.h, "checkpoints of a GPT"), mt_checkpoint_save and
@@ -128,6 +128,8 @@ extern "C" {
 #include "models/bert.h"
 #include "models/flops.h"
 #include "models/checkpoint.h"
+#include "blocks/authors.h"
+#include "blocks/weights.h"
 
 #ifdef __cplusplus
 }

@@ -2,6 +2,8 @@
 
 #pragma once
 #include "attention.h"
+#include "authors.h"
+#include "weights.h"
 #include "mlp.c"
 #include "../comm/communicator.h"
 #include "../ops/attention_qkv.h"

@@ -1,4 +1,4 @@
-/* ---- batch and dropout ------------------------------------------------------------------------------------------- */
+/* ---- batch ------------------------------------------------------------------------------------------------------- */
 
 #pragma once
 #include "../ops/attention.h"
@@ -48,16 +48,3 @@ typedef struct mt_batch {
        when saved is NULL. 0: backward computes the gradient */
     float backward_scale;
 } mt_batch;
-
-/* Returns the mt_dropout of probability p for a block of your own. When batch is NULL, it drops nothing. Set three
-   fields of the result: at.first_row and at.first_col to the place in the global tensor where this rank's tensor
-   begins, and at.global_cols to the number of columns of the global tensor (see mt_random). The global tensor has the
-   tokens of the whole global batch: at.first_row is batch->first_sequence * batch->seq, plus tp_rank times the rows of
-   this rank's tensor under sequence parallelism. Each (seed, step, layer,
-   site) has random numbers of its own, for step < 2^44, layer < 2^18 and site < 4.
-   The transformer layer with layer_number n uses (layer, site) = (n, 0) for attention probabilities, (n, 1) for the
-   output of attention and (n, 2) for the output of the MLP. Cross-attention uses (n, 3) for its probabilities. A GPT,
-   BERT or language model with L layers has the layer numbers 0 to L - 1, and uses (L, 3) for the embedding. Blocks of
-   your own beside it therefore need numbers greater than L. Two models in one program draw the same masks, unless their
-   batches have different seeds. */
-MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer, int site);

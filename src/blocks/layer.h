@@ -2,6 +2,7 @@
 
 #pragma once
 #include "attention.h"
+#include "../parallel/norm.h"
 
 /* Selects the places of the two norms of a layer. LN is the norm (mt_norm_kind) and D is dropout.
    MT_PRE_LN            x1 = x + D(attn(LN(x))), y = x1 + D(mlp(LN(x1))): GPT-2, Llama, and what arXiv 1909.08053

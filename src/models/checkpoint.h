@@ -46,24 +46,6 @@ MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, co
 MT_API mt_status mt_bert_checkpoint_create(mt_context *ctx, mt_params *params, const mt_bert *bert,
                                            const mt_checkpoint_desc *desc, mt_checkpoint **out);
 
-/* Values of mt_tensor_name.part in the table of a model of transformer layers. This row is for files that have the
-   queries of each layer in a tensor of their own:
-       {"layers.#.wq.weight", "decoder.layers.#.self_attention.linear_qkv.weight", MT_PART_QUERY, 0}
-   QUERY, KEY, VALUE  of self_attention.linear_qkv.*; with MT_QKV_SEPARATE, of self_attention.query.*, key.* and value.*
-                      In the file the heads follow one another. With rotary positions, queries and keys are in halves
-                      in the file (MT_ROTARY_HALVES)
-   QUERY_PAIRS, KEY_PAIRS  the same for files in pairs (MT_ROTARY_PAIRS), such as Meta's Llama
-   GATE, UP           of mlp.linear_fc1.* with MT_SWIGLU */
-typedef enum mt_layer_part {
-    MT_PART_QUERY = 1,
-    MT_PART_KEY = 2,
-    MT_PART_VALUE = 3,
-    MT_PART_QUERY_PAIRS = 4,
-    MT_PART_KEY_PAIRS = 5,
-    MT_PART_GATE = 6,
-    MT_PART_UP = 7
-} mt_layer_part;
-
 /* Reads the desc of a stored GPT, for mt_gpt_create. directory is that of one checkpoint (see mt_checkpoint_path) or of
    a GPT-2 or a Llama of Hugging Face. The desc of a checkpoint is in its metadata; that of Hugging Face is in
    config.json. Fields that do not change the output of a model (dropout, init, sequence_parallel, padded_vocab,

@@ -29,8 +29,8 @@ MT_API mt_status mt_param_name(mt_context *ctx, char *out, const char *name, con
 MT_API size_t mt_params_mark(const mt_params *params);
 MT_API mt_status mt_create_end(mt_params *params, size_t mark, void *block, size_t block_bytes, mt_status status);
 
-/* Adds a parameter. The registry owns *out. mt_params_init allocates its value and gradient, unless they are bound
-   (mt_params_bind).
+/* Adds a parameter. The registry owns *out: it is valid until mt_params_destroy, or until mt_create_end removes it.
+   mt_params_init allocates its value and gradient, unless they are bound (mt_params_bind).
    MT_ERR_ARGUMENT: the name is empty, taken or too long, or NULL with several pipeline stages, another field is out of
    range, or mt_params_init or mt_params_bind was already called.
    MT_ERR_SHAPE: rows or cols is not positive, unit is negative, rows * cols is above 2^48, parts * unit does not divide
