@@ -587,31 +587,6 @@ MT_API mt_status mt_row_parallel_linear_from_tensors(mt_context *ctx, mt_comm *t
                                                      const mt_linear_desc *desc, const mt_linear_tensors *tensors,
                                                      mt_param *params, mt_parallel_linear *out);
 
-/* Run `count` layers of one kind, in arrays with one entry for each layer, that share f or g.
-     column-parallel  The layers read the same x: x, dx and saved have one entry for all layers. Forward gathers x once
-                      (sequence_parallel), and backward writes the sum of the layers' input gradients to dx and reduces
-                      it once.
-     row-parallel     The outputs are added: y = the sum of x[i] W[i]^T + b[i]. y and dy have one entry for all layers.
-                      Forward reduces y once, and backward gathers dy once (sequence_parallel).
-   A dx that is mt_none() is not computed.
-       MT_TRY(mt_parallel_linear_forward_shared(ctx, fc1, 2, &x, h, &saved));      // column-parallel
-       MT_TRY(mt_parallel_linear_forward_shared(ctx, fc2, 2, h, &y, saved_2));     // row-parallel
-   MT_ERR_ARGUMENT: a list is NULL, count is below 1, a column-parallel layer has gather_output, a row-parallel layer
-   has no input_is_parallel, or the layers differ in kind, tensor group, sequence_parallel or, when they are
-   column-parallel, add_to_dx. */
-MT_API mt_status mt_parallel_linear_forward_shared(mt_context *ctx, const mt_parallel_linear *layers, int count,
-                                                   const mt_tensor *x, const mt_tensor *y, mt_linear_saved *saved);
-MT_API mt_status mt_parallel_linear_backward_shared(mt_context *ctx, const mt_parallel_linear *layers, int count,
-                                                    const mt_tensor *dy, const mt_tensor *dx,
-                                                    const mt_linear_saved *saved);
-
-/* Allocates `count` tensors [tokens, local_features] from the arena, one for each of the layers: y or dy of
-   column-parallel layers, x or dx of row-parallel ones. The type and the number of tokens are those of `like`, which is
-   x or dx of column-parallel layers, and y or dy of row-parallel ones: it has tokens rows, or tokens / t with
-   sequence_parallel. MT_ERR_ARGUMENT: as for the functions above. */
-MT_API mt_status mt_parallel_linear_tensors(mt_context *ctx, const mt_parallel_linear *layers, int count,
-                                            mt_tensor like, mt_tensor *out);
-
 /* ---- norm (src/parallel/norm.h) ---------------------------------------------------------------------------------- */
 
 /* LayerNorm or RMSNorm. Every tensor rank has the whole gain and bias. By default the layer normalises whole tokens.
@@ -1420,6 +1395,31 @@ MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, cons
    range, or tp is MT_PARTIAL, which mt_send refuses over the tensor group), MT_ERR_MEMORY. */
 MT_API mt_status mt_declare_received(mt_context *ctx, const mt_grid *grid, mt_tensor t, mt_placement tp,
                                      mt_placement dp);
+
+/* Run `count` layers of one kind, in arrays with one entry for each layer, that share f or g.
+     column-parallel  The layers read the same x: x, dx and saved have one entry for all layers. Forward gathers x once
+                      (sequence_parallel), and backward writes the sum of the layers' input gradients to dx and reduces
+                      it once.
+     row-parallel     The outputs are added: y = the sum of x[i] W[i]^T + b[i]. y and dy have one entry for all layers.
+                      Forward reduces y once, and backward gathers dy once (sequence_parallel).
+   A dx that is mt_none() is not computed.
+       MT_TRY(mt_parallel_linear_forward_shared(ctx, fc1, 2, &x, h, &saved));      // column-parallel
+       MT_TRY(mt_parallel_linear_forward_shared(ctx, fc2, 2, h, &y, saved_2));     // row-parallel
+   MT_ERR_ARGUMENT: a list is NULL, count is below 1, a column-parallel layer has gather_output, a row-parallel layer
+   has no input_is_parallel, or the layers differ in kind, tensor group, sequence_parallel or, when they are
+   column-parallel, add_to_dx. */
+MT_API mt_status mt_parallel_linear_forward_shared(mt_context *ctx, const mt_parallel_linear *layers, int count,
+                                                   const mt_tensor *x, const mt_tensor *y, mt_linear_saved *saved);
+MT_API mt_status mt_parallel_linear_backward_shared(mt_context *ctx, const mt_parallel_linear *layers, int count,
+                                                    const mt_tensor *dy, const mt_tensor *dx,
+                                                    const mt_linear_saved *saved);
+
+/* Allocates `count` tensors [tokens, local_features] from the arena, one for each of the layers: y or dy of
+   column-parallel layers, x or dx of row-parallel ones. The type and the number of tokens are those of `like`, which is
+   x or dx of column-parallel layers, and y or dy of row-parallel ones: it has tokens rows, or tokens / t with
+   sequence_parallel. MT_ERR_ARGUMENT: as for the functions above. */
+MT_API mt_status mt_parallel_linear_tensors(mt_context *ctx, const mt_parallel_linear *layers, int count,
+                                            mt_tensor like, mt_tensor *out);
 
 /* Computes a column-parallel forward for inference. x has all tokens, even with sequence_parallel: x [tokens, in] -> y
    [tokens, local_features], or [tokens, out] when the argument gather_output is 1. desc.gather_output is ignored. Adds
