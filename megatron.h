@@ -228,14 +228,16 @@ typedef struct mt_mlp_tensors {
 
 /* Creates an MLP of tensors in your own memory, without a registry. mt_mlp_forward and mt_mlp_backward take it, and
    compute the same bits as for an MLP of a registry. It fills params, an array of 4. The MLP points into params, and
-   uses tp and the memory of the tensors: all must outlive it. *tensors and name are copied. The MLP needs no destroy.
-   tp is the tensor group. name, for messages and the hash log, may be NULL: then nothing is logged. desc has the
-   meaning that it has for mt_mlp_create, except for the bias: b mt_none() means no bias. desc->no_bias may be 0, but 1
-   with a bias is MT_ERR_ARGUMENT. init must be 0 (MT_ERR_ARGUMENT). No communication.
+   uses tp and the memory of the tensors: all must outlive it, and params must not move. The struct may be copied.
+   *tensors and name are copied. The MLP needs no destroy. tp is the tensor group. name, for messages and the hash log,
+   may be NULL: then nothing is logged. No communication.
+   desc means the same as for mt_mlp_create, with two differences. A layer has a bias if its b is set; desc->no_bias 1
+   with such a b is MT_ERR_ARGUMENT. desc->init must be zero (MT_ERR_ARGUMENT), because you fill the weights.
    The caller sums dw and db over the data group. With sequence_parallel, fc2.db is the sum over this rank's rows; the
    caller sums it over the tensor group.
-   Errors: those of mt_mlp_create and mt_column_parallel_linear_from_tensors. A backward without dw, or without db where
-   there is a bias, is MT_ERR_ARGUMENT. */
+   Errors: those of mt_mlp_create and mt_column_parallel_linear_from_tensors. MT_ERR_DTYPE: fc1 and fc2
+   have different types. A backward without dw, or without db where there is a bias, is MT_ERR_ARGUMENT; with
+   skip_bias_add fc2 needs no db. After an error *out is zero, and calls with it are refused. */
 MT_API mt_status mt_mlp_from_tensors(mt_context *ctx, mt_comm *tp, const char *name, const mt_mlp_desc *desc,
                                      const mt_mlp_tensors *tensors, mt_param *params, mt_mlp *out);
 
@@ -360,15 +362,18 @@ typedef struct mt_self_attention_tensors {
 /* Creates attention of tensors in your own memory, without a registry. mt_self_attention_forward,
    mt_self_attention_backward and mt_self_attention_cached_forward take it, and compute the same bits as for attention
    of a registry. It fills params, an array of 4, with MT_QKV_SEPARATE of 8. The block points into params, and uses tp
-   and the memory of the tensors: all must outlive it. *tensors and name are copied. The block needs no destroy. tp is
-   the tensor group. name, for messages and the hash log, may be NULL: then nothing is logged. desc has the meaning that
-   it has for mt_self_attention_create, except for the bias: b mt_none() means no bias. desc->no_bias may be 0, but 1
-   with a bias is MT_ERR_ARGUMENT. init must be 0 (MT_ERR_ARGUMENT). No communication.
+   and the memory of the tensors: all must outlive it, and params must not move. The struct may be copied. *tensors and
+   name are copied. The block needs no destroy. tp is the tensor group. name, for messages and the hash log, may be NULL:
+   then nothing is logged. No communication.
+   desc means the same as for mt_self_attention_create, with two differences. A layer has a bias if its b is set;
+   desc->no_bias 1 with such a b is MT_ERR_ARGUMENT. desc->init must be zero (MT_ERR_ARGUMENT), because you fill the
+   weights.
    The caller sums dw and db over the data group. With sequence_parallel, proj.db is the sum over this rank's rows; the
    caller sums it over the tensor group.
    Errors: those of mt_self_attention_create and mt_column_parallel_linear_from_tensors. MT_ERR_ARGUMENT: rotary does
-   not go with rotary_base, or alibi_slopes with alibi. A backward without dw, or without db where there is a bias, is
-   MT_ERR_ARGUMENT. */
+   not go with rotary_base, or alibi_slopes with alibi. MT_ERR_DTYPE: the layers have different types. A backward without
+   dw, or without db where there is a bias, is MT_ERR_ARGUMENT; with skip_bias_add proj needs no db. After an error *out
+   is zero, and calls with it are refused. */
 MT_API mt_status mt_self_attention_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
                                                 const mt_self_attention_desc *desc,
                                                 const mt_self_attention_tensors *tensors, mt_param *params,
@@ -1161,6 +1166,11 @@ static mt_status mti_origin_name(mt_context *ctx, const mti_origin *s, const cha
     return MT_SUCCESS;
 }
 
+/* Returns 1 when column-parallel layer `index` will have a bias. */
+static int mti_origin_has_bias(const mti_origin *s, int index, int no_bias) {
+    return !no_bias && (s->params || s->columns[index].b.data);
+}
+
 /* Makes a column-parallel layer of a block: NAME.SUFFIX in a registry, or columns[index]. A layer of tensors without a
    name gets none, so that nothing is logged. */
 static mt_status mti_origin_column(mt_context *ctx, const mti_origin *s, int index, const char *name,
@@ -1192,7 +1202,19 @@ static mt_status mti_own_block_check(mt_context *ctx, const char *function, cons
     return missing ? mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, missing) : MT_SUCCESS;
 }
 
-/* Checks, before the backward of a block does anything, that a layer of it may add to its gradients. */
+/* Checks that the layers of tensors in a block have one type. */
+static mt_status mti_own_types(mt_context *ctx, const char *function, const mti_origin *s) {
+    int i;
+    for (i = 0; i < s->count; i++)
+        if (s->columns[i].w.dtype != s->row->w.dtype)
+            return mt_fail(ctx, MT_ERR_DTYPE, "%s: '%s' is %s, '%s' is %s", function, s->own[2 * i].name,
+                           mt_dtype_name(s->columns[i].w.dtype), s->own[2 * s->count].name,
+                           mt_dtype_name(s->row->w.dtype));
+    return MT_SUCCESS;
+}
+
+/* Checks, before the backward of a block does anything, that a layer of it may add to the gradients of its weight and
+   of the bias that it adds itself. */
 static mt_status mti_layer_gradients(mt_context *ctx, const char *function, const mt_parallel_linear *layer) {
     MT_TRY(mt_check_gradient(ctx, function, layer->weight));
     return mt_check_gradient(ctx, function, layer->desc.skip_bias_add ? NULL : layer->bias);
@@ -1209,7 +1231,7 @@ static mt_status mti_mlp_create(mt_context *ctx, const mti_origin *from, const c
     fc1.parts = parts;
     fc1.parts_by_shard = parts > 1;
     fc1.no_bias = d->no_bias;
-    fc1.skip_bias_add = !d->no_bias; /* the bias is added with the activation */
+    fc1.skip_bias_add = mti_origin_has_bias(from, 0, d->no_bias); /* it is added with the activation */
     fc1.sequence_parallel = d->sequence_parallel;
     fc1.init_std = d->init.std;
     fc1.add_to_dx = d->add_to_dx;
@@ -1231,7 +1253,7 @@ static mt_status mti_init_check(mt_context *ctx, const char *function, const cha
     return mt_check_float(ctx, function, name, "init.output_std", output_std, MT_FLOAT_AT_LEAST_0);
 }
 
-/* Checks desc and sets out->desc. */
+/* Checks desc, and sets *out to zero except for its desc. */
 static mt_status mti_mlp_begin(mt_context *ctx, const char *function, const char *name, const mt_mlp_desc *d,
                                mt_mlp *out) {
     MT_TRY(mt_check_integer(ctx, function, name, "hidden", d->hidden, 1, INT32_MAX));
@@ -1248,11 +1270,13 @@ MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *n
                                mt_mlp *out) {
     mti_origin from = mti_from_registry(params);
     char full[MT_NAME_MAX];
+    mt_mlp made;
     size_t mark;
     MT_TRY(mt_create_check(ctx, "mt_mlp_create", params, desc, out));
     MT_TRY(mt_layer_name(ctx, params, name, full));
     name = full;
-    MT_TRY(mti_mlp_begin(ctx, "mt_mlp_create", name, desc, out));
+    MT_TRY(mti_mlp_begin(ctx, "mt_mlp_create", name, desc, &made));
+    *out = made;
     mark = mt_params_mark(params);
     return mt_create_end(params, mark, out, sizeof *out, mti_mlp_create(ctx, &from, name, &out->desc, out));
 }
@@ -1260,14 +1284,18 @@ MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *n
 MT_API mt_status mt_mlp_from_tensors(mt_context *ctx, mt_comm *tp, const char *name, const mt_mlp_desc *desc,
                                      const mt_mlp_tensors *tensors, mt_param *params, mt_mlp *out) {
     static const char *const function = "mt_mlp_from_tensors";
+    mt_mlp_desc d;
     mti_origin from;
-    mt_status status;
+    mt_mlp made;
     MT_TRY(mti_own_block_check(ctx, function, tp, desc, tensors, params, out));
-    MT_TRY(mti_mlp_begin(ctx, function, name ? name : "mlp", desc, out));
+    d = *desc; /* it may be that of *out */
+    memset(out, 0, sizeof *out);
+    MT_TRY(mti_mlp_begin(ctx, function, name ? name : "mlp", &d, &made));
     from = mti_from_own(tp, &tensors->fc1, 1, &tensors->fc2, params);
-    status = mti_mlp_create(ctx, &from, name ? name : "", &out->desc, out);
-    if (status != MT_SUCCESS) memset(out, 0, sizeof *out);
-    return status;
+    MT_TRY(mti_mlp_create(ctx, &from, name ? name : "", &made.desc, &made));
+    MT_TRY(mti_own_types(ctx, function, &from));
+    *out = made;
+    return MT_SUCCESS;
 }
 
 /* Returns rows [first, first + count) of t. Returns t when it is mt_none(). */
@@ -1340,6 +1368,7 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "saved.fc1.x", saved->fc1.x, "dx", dx));
     MT_TRY(mti_layer_gradients(ctx, function, &mlp->fc1));
+    MT_TRY(mt_check_gradient(ctx, function, mlp->fc1.bias)); /* it is added with the activation */
     MT_TRY(mti_layer_gradients(ctx, function, &mlp->fc2));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));
@@ -1660,16 +1689,6 @@ static mt_status mti_own_tables(mt_context *ctx, const char *function, const mt_
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: there are alibi_slopes, but alibi is 0", function);
 }
 
-/* Checks that the layers have one type. */
-static mt_status mti_own_types(mt_context *ctx, const char *function, const mti_origin *from) {
-    int i;
-    for (i = 0; i < from->count; i++)
-        if (from->columns[i].w.dtype != from->row->w.dtype)
-            return mt_fail(ctx, MT_ERR_DTYPE, "%s: the weight of column-parallel layer %d is %s, proj.w is %s",
-                           function, i, mt_dtype_name(from->columns[i].w.dtype), mt_dtype_name(from->row->w.dtype));
-    return MT_SUCCESS;
-}
-
 static mt_status mti_own_attention(mt_context *ctx, const char *function, const char *name,
                                    const mt_self_attention_tensors *tensors, const mti_origin *from,
                                    mt_self_attention *out) {
@@ -1685,10 +1704,11 @@ MT_API mt_status mt_self_attention_from_tensors(mt_context *ctx, mt_comm *tp, co
     static const char *const function = "mt_self_attention_from_tensors";
     mt_self_attention_desc d;
     mti_origin from;
-    mt_status status;
+    mt_self_attention made;
     int shards, separate;
     MT_TRY(mti_own_block_check(ctx, function, tp, desc, tensors, params, out));
-    d = *desc;
+    d = *desc; /* it may be that of *out */
+    memset(out, 0, sizeof *out);
     if (!d.kv_heads) d.kv_heads = d.heads;
     shards = mt_context_invariant(ctx) ? mt_context_invariant(ctx) : mt_comm_size(tp);
     MT_TRY(mti_attention_check(ctx, function, name ? name : "attention", &d, shards));
@@ -1697,10 +1717,10 @@ MT_API mt_status mt_self_attention_from_tensors(mt_context *ctx, mt_comm *tp, co
                        function, (long long)d.kv_heads, shards, mti_shards_name(ctx));
     separate = d.qkv_layout == MT_QKV_SEPARATE;
     from = mti_from_own(tp, separate ? tensors->separate : &tensors->qkv, separate ? 3 : 1, &tensors->proj, params);
-    mti_attention_begin(&d, 1, out);
-    status = mti_own_attention(ctx, function, name ? name : "", tensors, &from, out);
-    if (status != MT_SUCCESS) memset(out, 0, sizeof *out);
-    return status;
+    mti_attention_begin(&d, 1, &made);
+    MT_TRY(mti_own_attention(ctx, function, name ? name : "", tensors, &from, &made));
+    *out = made;
+    return MT_SUCCESS;
 }
 
 /* Returns 1 when the unit of the layer can be a query group: a whole number of heads, at least three (a query, a key

@@ -915,6 +915,7 @@ static void block_open_alone(block_test *t, test_rank *r) {
 static void test_mlp_of_tensors_refuses(void **state) {
     const mt_mlp_desc d = {.hidden = HIDDEN}, wide = {.hidden = HIDDEN, .ffn = 100}, none = {.hidden = 0};
     const mt_mlp_desc no_bias = {.hidden = HIDDEN, .no_bias = 1}, init = {.hidden = HIDDEN, .init.std = 1.0f};
+    const mt_mlp_desc skip = {.hidden = HIDDEN, .skip_bias_add = 1};
     mt_mlp own, empty;
     mt_param params[4];
     mt_mlp_saved saved;
@@ -939,6 +940,14 @@ static void test_mlp_of_tensors_refuses(void **state) {
     MLP(MT_ERR_SHAPE, "own.linear_fc1.w is [192, 48]|[100, 48]", tp, "own", &wide, &m, params, &own);
     MLP(MT_ERR_ARGUMENT, "no_bias", tp, NULL, &no_bias, &m, params, &own);
     MLP(MT_ERR_ARGUMENT, "init_std", tp, NULL, &init, &m, params, &own);
+    m.fc2.w.dtype = m.fc2.b.dtype = MT_BF16;
+    MLP(MT_ERR_DTYPE, "mt_mlp_from_tensors: 'fc1.w' is f32, 'fc2.w' is bf16", tp, NULL, &d, &m, params, &own);
+    m = t.mlp_own;
+    m.fc2.b = m.fc2.db = mt_none();
+    MLP(MT_ERR_ARGUMENT, "skip_bias_add", tp, NULL, &skip, &m, params, &own);
+    m = t.mlp_own;
+    ASSERT_STATUS(c, MT_SUCCESS, mt_mlp_from_tensors(c, tp, NULL, &d, &m, params, &own));
+    MLP(MT_ERR_ARGUMENT, "hidden is 0", tp, NULL, &none, &m, params, &own);
 #undef MLP
     memset(&empty, 0, sizeof empty);
     assert_memory_equal(&own, &empty, sizeof own); /* after an error a call with it is refused */
@@ -959,7 +968,7 @@ static void test_mlp_of_tensors_refuses(void **state) {
     m = t.mlp_own;
     m.fc1.db = mt_none(); /* the layer skips this bias, the block adds to its gradient */
     ASSERT_STATUS(c, MT_SUCCESS, mt_mlp_from_tensors(c, tp, NULL, &d, &m, params, &own));
-    REFUSED(c, MT_ERR_ARGUMENT, "gradient of 'fc1.b'", mt_mlp_backward(c, &own, t.dy, dx, &saved));
+    REFUSED(c, MT_ERR_ARGUMENT, "mt_mlp_backward: the gradient of 'fc1.b'", mt_mlp_backward(c, &own, t.dy, dx, &saved));
     assert_true(same_bits(dx, t.before));
     assert_true(same_bits(t.mlp_own.fc2.dw, t.mlp.fc2.weight->grad)); /* nothing was added */
     test_paper_rank_close(&r);
@@ -1153,6 +1162,7 @@ static void test_column_layers_of_tensors_refuse(void **state) {
     OWN(MT_ERR_DTYPE, "'b' is bf16|'w' is f32", o.t.b = half, NULL, NULL);
     OWN(MT_ERR_ARGUMENT, "input_is_parallel", (void)0, &split, NULL);
     OWN(MT_ERR_ARGUMENT, "no_bias", (void)0, &no_bias, NULL);
+    OWN(MT_ERR_ARGUMENT, "skip_bias_add", o.t.b = o.t.db = none, &(mt_linear_desc){.skip_bias_add = 1}, NULL);
     OWN(MT_ERR_ARGUMENT, "init_std", (void)0, &std, NULL);
     OWN(MT_ERR_ARGUMENT, "weight", (void)0, &shared, NULL);
     OWN(MT_ERR_SHAPE, "mt_parallel_linear_backward: saved.x is [0, 0]", (void)0, NULL, &saved);
@@ -1252,6 +1262,7 @@ static void test_layers_of_tensors_with_hostile_sizes(void **state) {
     (void)state;
     test_paper_rank(2, 1, (mt_grid_desc){.tp = 2}, NULL, &r);
     mt_tensor t = test_tensor(&r, 2, 4, 7.0f), none = mt_none();
+    int layers = 0;
     for (size_t i = 0; i < HOSTILE * HOSTILE * HOSTILE * HOSTILE; i++) {
         size_t code = i;
         mt_linear_desc d = {0};
@@ -1268,11 +1279,13 @@ static void test_layers_of_tensors_with_hostile_sizes(void **state) {
             mt_status made =
                 row ? mt_row_parallel_linear_from_tensors(r.ctx, r.grid.tp, NULL, &d, &own, params, &layer)
                     : mt_column_parallel_linear_from_tensors(r.ctx, r.grid.tp, NULL, &d, &own, params, &layer);
+            layers += made == MT_SUCCESS;
             if (made != MT_SUCCESS) continue;
             assert_int_not_equal(mt_parallel_linear_forward(r.ctx, &layer, t, t, NULL), MT_SUCCESS);
             assert_int_not_equal(mt_parallel_linear_backward(r.ctx, &layer, t, t, &saved), MT_SUCCESS);
         }
     }
+    assert_true(layers > 0);
     test_untouched("t", t.data, 8, 7.0f);
     test_paper_rank_close(&r);
 }
@@ -1317,6 +1330,58 @@ static void test_hash_log_of_tensors(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* Counts the lines, and those of a block with the name "own". */
+typedef struct block_lines {
+    int all, own;
+} block_lines;
+
+static void block_line(void *user, const char *name, uint64_t hash, int differs) {
+    block_lines *lines = (block_lines *)user;
+    (void)hash;
+    (void)differs;
+    lines->all++;
+    lines->own += !strncmp(name, "own.", 4);
+}
+
+/* A block of tensors with a name writes what that of a registry writes, one without writes nothing. */
+static void test_hash_log_of_blocks_of_tensors(void **state) {
+    mt_mlp mlp;
+    mt_self_attention attention;
+    mt_param params[4];
+    mt_mlp_saved saved;
+    mt_self_attention_saved attention_saved;
+    block_lines lines[3];
+    block_test t;
+    test_rank r;
+    (void)state;
+    memset(lines, 0, sizeof lines);
+    block_open_alone(&t, &r);
+    mt_context *c = r.ctx;
+    mt_tensor y = copy_of(&r, t.x), dx = copy_of(&r, t.x);
+    for (int kind = 0; kind < 3; kind++) { /* without a name, with one, of a registry */
+        const char *name = kind == 1 ? "own" : NULL;
+        mt_hash_log *log = NULL;
+        ASSERT_STATUS(c, MT_SUCCESS, mt_hash_log_create(c, &r.grid, &log));
+        ASSERT_STATUS(c, MT_SUCCESS, mt_mlp_from_tensors(c, r.grid.tp, name, &t.c->mlp, &t.mlp_own, params, &mlp));
+        if (kind == 2) mlp = t.mlp;
+        ASSERT_STATUS(c, MT_SUCCESS, mt_mlp_forward(c, &mlp, t.x, y, &saved));
+        ASSERT_STATUS(c, MT_SUCCESS, mt_mlp_backward(c, &mlp, t.dy, dx, &saved));
+        ASSERT_STATUS(
+            c, MT_SUCCESS,
+            mt_self_attention_from_tensors(c, r.grid.tp, name, &t.c->attention, &t.attention_own, params, &attention));
+        if (kind == 2) attention = t.attention;
+        ASSERT_STATUS(c, MT_SUCCESS, mt_self_attention_forward(c, &attention, &t.batch, t.x, y, &attention_saved));
+        ASSERT_STATUS(c, MT_SUCCESS, mt_self_attention_backward(c, &attention, t.dy, dx, &attention_saved));
+        ASSERT_STATUS(c, MT_SUCCESS, mt_hash_log_flush(c, log, block_line, &lines[kind]));
+        mt_hash_log_destroy(log);
+    }
+    assert_int_equal(lines[0].all, 0);
+    assert_int_equal(lines[1].all, lines[2].all);
+    assert_int_equal(lines[1].own, lines[1].all);
+    assert_int_equal(lines[1].all, 12);
+    test_paper_rank_close(&r);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_shards_are_those_of_the_registry),
@@ -1332,6 +1397,7 @@ int main(void) {
         cmocka_unit_test(test_shards_of_hostile_sizes),
         cmocka_unit_test(test_layers_of_tensors_with_hostile_sizes),
         cmocka_unit_test(test_hash_log_of_tensors),
+        cmocka_unit_test(test_hash_log_of_blocks_of_tensors),
         cmocka_unit_test(test_mlp_of_tensors_refuses),
         cmocka_unit_test(test_copies_of_tensors_refused),
         cmocka_unit_test(test_attention_of_tensors_refuses),

@@ -8,7 +8,6 @@
 #include "../comm/communicator.h"
 #include "../ops/attention_qkv.h"
 #include "../parallel/hash_log.h"
-#include "../comm/hash.c"
 
 MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer, int site) {
     mt_dropout d;
@@ -321,16 +320,6 @@ static mt_status mti_own_tables(mt_context *ctx, const char *function, const mt_
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: there are alibi_slopes, but alibi is 0", function);
 }
 
-/* Checks that the layers have one type. */
-static mt_status mti_own_types(mt_context *ctx, const char *function, const mti_origin *from) {
-    int i;
-    for (i = 0; i < from->count; i++)
-        if (from->columns[i].w.dtype != from->row->w.dtype)
-            return mt_fail(ctx, MT_ERR_DTYPE, "%s: the weight of column-parallel layer %d is %s, proj.w is %s",
-                           function, i, mt_dtype_name(from->columns[i].w.dtype), mt_dtype_name(from->row->w.dtype));
-    return MT_SUCCESS;
-}
-
 static mt_status mti_own_attention(mt_context *ctx, const char *function, const char *name,
                                    const mt_self_attention_tensors *tensors, const mti_origin *from,
                                    mt_self_attention *out) {
@@ -346,10 +335,11 @@ MT_API mt_status mt_self_attention_from_tensors(mt_context *ctx, mt_comm *tp, co
     static const char *const function = "mt_self_attention_from_tensors";
     mt_self_attention_desc d;
     mti_origin from;
-    mt_status status;
+    mt_self_attention made;
     int shards, separate;
     MT_TRY(mti_own_block_check(ctx, function, tp, desc, tensors, params, out));
-    d = *desc;
+    d = *desc; /* it may be that of *out */
+    memset(out, 0, sizeof *out);
     if (!d.kv_heads) d.kv_heads = d.heads;
     shards = mt_context_invariant(ctx) ? mt_context_invariant(ctx) : mt_comm_size(tp);
     MT_TRY(mti_attention_check(ctx, function, name ? name : "attention", &d, shards));
@@ -358,10 +348,10 @@ MT_API mt_status mt_self_attention_from_tensors(mt_context *ctx, mt_comm *tp, co
                        function, (long long)d.kv_heads, shards, mti_shards_name(ctx));
     separate = d.qkv_layout == MT_QKV_SEPARATE;
     from = mti_from_own(tp, separate ? tensors->separate : &tensors->qkv, separate ? 3 : 1, &tensors->proj, params);
-    mti_attention_begin(&d, 1, out);
-    status = mti_own_attention(ctx, function, name ? name : "", tensors, &from, out);
-    if (status != MT_SUCCESS) memset(out, 0, sizeof *out);
-    return status;
+    mti_attention_begin(&d, 1, &made);
+    MT_TRY(mti_own_attention(ctx, function, name ? name : "", tensors, &from, &made));
+    *out = made;
+    return MT_SUCCESS;
 }
 
 /* Returns 1 when the unit of the layer can be a query group: a whole number of heads, at least three (a query, a key

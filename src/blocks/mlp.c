@@ -5,6 +5,7 @@
 #include "../ops/move.h"
 #include "../ops/authors.h"
 #include "../parallel/authors.h"
+#include "../comm/hash.c"
 #include "../ops/system.h"
 
 /* Where a block has its linear layers from, up to three column-parallel ones and a row-parallel one: a registry, or
@@ -44,6 +45,11 @@ static mt_status mti_origin_name(mt_context *ctx, const mti_origin *s, const cha
     return MT_SUCCESS;
 }
 
+/* Returns 1 when column-parallel layer `index` will have a bias. */
+static int mti_origin_has_bias(const mti_origin *s, int index, int no_bias) {
+    return !no_bias && (s->params || s->columns[index].b.data);
+}
+
 /* Makes a column-parallel layer of a block: NAME.SUFFIX in a registry, or columns[index]. A layer of tensors without a
    name gets none, so that nothing is logged. */
 static mt_status mti_origin_column(mt_context *ctx, const mti_origin *s, int index, const char *name,
@@ -75,7 +81,19 @@ static mt_status mti_own_block_check(mt_context *ctx, const char *function, cons
     return missing ? mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, missing) : MT_SUCCESS;
 }
 
-/* Checks, before the backward of a block does anything, that a layer of it may add to its gradients. */
+/* Checks that the layers of tensors in a block have one type. */
+static mt_status mti_own_types(mt_context *ctx, const char *function, const mti_origin *s) {
+    int i;
+    for (i = 0; i < s->count; i++)
+        if (s->columns[i].w.dtype != s->row->w.dtype)
+            return mt_fail(ctx, MT_ERR_DTYPE, "%s: '%s' is %s, '%s' is %s", function, s->own[2 * i].name,
+                           mt_dtype_name(s->columns[i].w.dtype), s->own[2 * s->count].name,
+                           mt_dtype_name(s->row->w.dtype));
+    return MT_SUCCESS;
+}
+
+/* Checks, before the backward of a block does anything, that a layer of it may add to the gradients of its weight and
+   of the bias that it adds itself. */
 static mt_status mti_layer_gradients(mt_context *ctx, const char *function, const mt_parallel_linear *layer) {
     MT_TRY(mt_check_gradient(ctx, function, layer->weight));
     return mt_check_gradient(ctx, function, layer->desc.skip_bias_add ? NULL : layer->bias);
@@ -92,7 +110,7 @@ static mt_status mti_mlp_create(mt_context *ctx, const mti_origin *from, const c
     fc1.parts = parts;
     fc1.parts_by_shard = parts > 1;
     fc1.no_bias = d->no_bias;
-    fc1.skip_bias_add = !d->no_bias; /* the bias is added with the activation */
+    fc1.skip_bias_add = mti_origin_has_bias(from, 0, d->no_bias); /* it is added with the activation */
     fc1.sequence_parallel = d->sequence_parallel;
     fc1.init_std = d->init.std;
     fc1.add_to_dx = d->add_to_dx;
@@ -114,7 +132,7 @@ static mt_status mti_init_check(mt_context *ctx, const char *function, const cha
     return mt_check_float(ctx, function, name, "init.output_std", output_std, MT_FLOAT_AT_LEAST_0);
 }
 
-/* Checks desc and sets out->desc. */
+/* Checks desc, and sets *out to zero except for its desc. */
 static mt_status mti_mlp_begin(mt_context *ctx, const char *function, const char *name, const mt_mlp_desc *d,
                                mt_mlp *out) {
     MT_TRY(mt_check_integer(ctx, function, name, "hidden", d->hidden, 1, INT32_MAX));
@@ -131,11 +149,13 @@ MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *n
                                mt_mlp *out) {
     mti_origin from = mti_from_registry(params);
     char full[MT_NAME_MAX];
+    mt_mlp made;
     size_t mark;
     MT_TRY(mt_create_check(ctx, "mt_mlp_create", params, desc, out));
     MT_TRY(mt_layer_name(ctx, params, name, full));
     name = full;
-    MT_TRY(mti_mlp_begin(ctx, "mt_mlp_create", name, desc, out));
+    MT_TRY(mti_mlp_begin(ctx, "mt_mlp_create", name, desc, &made));
+    *out = made;
     mark = mt_params_mark(params);
     return mt_create_end(params, mark, out, sizeof *out, mti_mlp_create(ctx, &from, name, &out->desc, out));
 }
@@ -143,14 +163,18 @@ MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *n
 MT_API mt_status mt_mlp_from_tensors(mt_context *ctx, mt_comm *tp, const char *name, const mt_mlp_desc *desc,
                                      const mt_mlp_tensors *tensors, mt_param *params, mt_mlp *out) {
     static const char *const function = "mt_mlp_from_tensors";
+    mt_mlp_desc d;
     mti_origin from;
-    mt_status status;
+    mt_mlp made;
     MT_TRY(mti_own_block_check(ctx, function, tp, desc, tensors, params, out));
-    MT_TRY(mti_mlp_begin(ctx, function, name ? name : "mlp", desc, out));
+    d = *desc; /* it may be that of *out */
+    memset(out, 0, sizeof *out);
+    MT_TRY(mti_mlp_begin(ctx, function, name ? name : "mlp", &d, &made));
     from = mti_from_own(tp, &tensors->fc1, 1, &tensors->fc2, params);
-    status = mti_mlp_create(ctx, &from, name ? name : "", &out->desc, out);
-    if (status != MT_SUCCESS) memset(out, 0, sizeof *out);
-    return status;
+    MT_TRY(mti_mlp_create(ctx, &from, name ? name : "", &made.desc, &made));
+    MT_TRY(mti_own_types(ctx, function, &from));
+    *out = made;
+    return MT_SUCCESS;
 }
 
 /* Returns rows [first, first + count) of t. Returns t when it is mt_none(). */
@@ -223,6 +247,7 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "saved.fc1.x", saved->fc1.x, "dx", dx));
     MT_TRY(mti_layer_gradients(ctx, function, &mlp->fc1));
+    MT_TRY(mt_check_gradient(ctx, function, mlp->fc1.bias)); /* it is added with the activation */
     MT_TRY(mti_layer_gradients(ctx, function, &mlp->fc2));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));

@@ -63,13 +63,15 @@ typedef struct mt_mlp_tensors {
 
 /* Creates an MLP of tensors in your own memory, without a registry. mt_mlp_forward and mt_mlp_backward take it, and
    compute the same bits as for an MLP of a registry. It fills params, an array of 4. The MLP points into params, and
-   uses tp and the memory of the tensors: all must outlive it. *tensors and name are copied. The MLP needs no destroy.
-   tp is the tensor group. name, for messages and the hash log, may be NULL: then nothing is logged. desc has the
-   meaning that it has for mt_mlp_create, except for the bias: b mt_none() means no bias. desc->no_bias may be 0, but 1
-   with a bias is MT_ERR_ARGUMENT. init must be 0 (MT_ERR_ARGUMENT). No communication.
+   uses tp and the memory of the tensors: all must outlive it, and params must not move. The struct may be copied.
+   *tensors and name are copied. The MLP needs no destroy. tp is the tensor group. name, for messages and the hash log,
+   may be NULL: then nothing is logged. No communication.
+   desc means the same as for mt_mlp_create, with two differences. A layer has a bias if its b is set; desc->no_bias 1
+   with such a b is MT_ERR_ARGUMENT. desc->init must be zero (MT_ERR_ARGUMENT), because you fill the weights.
    The caller sums dw and db over the data group. With sequence_parallel, fc2.db is the sum over this rank's rows; the
    caller sums it over the tensor group.
-   Errors: those of mt_mlp_create and mt_column_parallel_linear_from_tensors. A backward without dw, or without db where
-   there is a bias, is MT_ERR_ARGUMENT. */
+   Errors: those of mt_mlp_create and mt_column_parallel_linear_from_tensors. MT_ERR_DTYPE: fc1 and fc2
+   have different types. A backward without dw, or without db where there is a bias, is MT_ERR_ARGUMENT; with
+   skip_bias_add fc2 needs no db. After an error *out is zero, and calls with it are refused. */
 MT_API mt_status mt_mlp_from_tensors(mt_context *ctx, mt_comm *tp, const char *name, const mt_mlp_desc *desc,
                                      const mt_mlp_tensors *tensors, mt_param *params, mt_mlp *out);

@@ -42,7 +42,6 @@ static void mti_own_sizes(const mt_context *ctx, const mt_comm *tp, mt_placement
     if (!d->out_features) d->out_features = columns ? mt_size_mul(t->w.rows, ranks) : t->w.rows / shards;
     if (!d->in_features) d->in_features = columns ? t->w.cols : mt_size_mul(t->w.cols, (int64_t)shards * ranks);
     d->no_bias = !t->b.data;
-    if (d->no_bias) d->skip_bias_add = 0; /* a block sets it before it knows whether there is a bias */
 }
 
 /* Checks the arguments of mt_..._parallel_linear_from_tensors and fills params. *d is the desc, completed from the
