@@ -187,7 +187,6 @@ static mt_status mti_ids_begin(mt_context *ctx, const mt_grid *grid, const int32
     mt_tensor t = mt_tensor_make(ids, MT_I32, rows, 1);
     mt_placement tp = mt_placement_of(ctx, grid->tp, t), dp = mt_placement_of(ctx, grid->dp, t);
     if (tp == MT_UNDECLARED || tp == MT_REPLICATED) tp = is_split ? MT_SPLIT_ROWS : MT_REPLICATED;
-    if (dp == MT_UNDECLARED) dp = MT_SPLIT_ROWS;
     MT_TRY(mt_check_view(ctx, grid->tp, t, tp));
     return mt_check_view(ctx, grid->dp, t, dp);
 }
