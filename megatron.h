@@ -363,17 +363,17 @@ typedef struct mt_self_attention_tensors {
    mt_self_attention_backward and mt_self_attention_cached_forward take it, and compute the same bits as for attention
    of a registry. It fills params, an array of 4, with MT_QKV_SEPARATE of 8. The block points into params, and uses tp
    and the memory of the tensors: all must outlive it, and params must not move. The struct may be copied. *tensors and
-   name are copied. The block needs no destroy. tp is the tensor group. name, for messages and the hash log, may be NULL:
-   then nothing is logged. No communication.
+   name are copied. The block needs no destroy. tp is the tensor group. name, for messages and the hash log, may be
+   NULL: then nothing is logged. No communication.
    desc means the same as for mt_self_attention_create, with two differences. A layer has a bias if its b is set;
    desc->no_bias 1 with such a b is MT_ERR_ARGUMENT. desc->init must be zero (MT_ERR_ARGUMENT), because you fill the
    weights.
    The caller sums dw and db over the data group. With sequence_parallel, proj.db is the sum over this rank's rows; the
    caller sums it over the tensor group.
    Errors: those of mt_self_attention_create and mt_column_parallel_linear_from_tensors. MT_ERR_ARGUMENT: rotary does
-   not go with rotary_base, or alibi_slopes with alibi. MT_ERR_DTYPE: the layers have different types. A backward without
-   dw, or without db where there is a bias, is MT_ERR_ARGUMENT; with skip_bias_add proj needs no db. After an error *out
-   is zero, and calls with it are refused. */
+   not go with rotary_base, or alibi_slopes with alibi. MT_ERR_DTYPE: the layers have different types. A backward
+   without dw, or without db where there is a bias, is MT_ERR_ARGUMENT; with skip_bias_add proj needs no db. After an
+   error *out is zero, and calls with it are refused. */
 MT_API mt_status mt_self_attention_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
                                                 const mt_self_attention_desc *desc,
                                                 const mt_self_attention_tensors *tensors, mt_param *params,
