@@ -1075,16 +1075,19 @@ MT_API void mt_trace_recompute(mt_context *ctx, int recomputes);
 MT_API void mt_comm_set_span(mt_comm *comm, int span);
 
 /* These three do the work of mt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region and
-   mt_reduce_from_tensor_region_forward in several calls, one for each chunk of rows. Every call gets the whole views x
-   and y, as those functions do. When the smaller view of gather and reduce_scatter has n rows, a call handles its rows
-   [first, first + rows), which are rows r * n + first to r * n + first + rows - 1 of the larger view for each rank r.
-   reduce handles rows [first, first + rows) of y. All ranks use the same chunks. The first one has first == 0, each
-   further one begins where the previous one ends, and together they have all rows. The ledger counts all chunks
-   together as one call. */
-MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
-                                                     int64_t first, int64_t rows);
-MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
-                                                           int64_t first, int64_t rows);
+   mt_reduce_from_tensor_region_forward in several calls, one for each chunk, so that a product of one chunk can run
+   while the next one is sent. Every call gets the whole views x and y, as those functions do, also in place. All ranks
+   make each call with the same chunk. The first chunk has first == 0, each further one begins where the previous one
+   ends, and together they have all ranks or rows. The ledger counts all chunks together as one call.
+     gather, reduce_scatter  handle the parts of ranks [first, first + ranks), which are neighbouring rows of the larger
+                             view. gather writes these parts to y on every rank, reduce_scatter writes y on these ranks
+                             only. Over NCCL a chunk is a group of broadcasts or reduces, one for each of its ranks.
+     reduce                  handles rows [first, first + rows) of y.
+   MT_ERR_ARGUMENT: there are no such ranks. MT_ERR_SHAPE: there are no such rows. */
+MT_API mt_status mt_gather_ranks_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
+                                                      int first, int ranks);
+MT_API mt_status mt_reduce_scatter_ranks_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
+                                                            int first, int ranks);
 MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor y, int64_t first,
                                                    int64_t rows);
 
@@ -1531,9 +1534,8 @@ typedef struct mti_call {
     int root;   /* root of a broadcast, or destination of a send; -1: none */
     int source; /* source of a receive; -1: none */
     size_t count, recvcount;
-    /* elements between the blocks of two ranks in the receive buffer of an all_gather and in the send buffer of a
-       reduce_scatter: count, or more when the call moves a chunk of each block */
-    size_t stride;
+    /* the ranks whose blocks an all_gather or a reduce_scatter moves: `ranks` ranks from `first` on; ranks 0: all */
+    int first, ranks;
     int goes_on; /* 1: this is not the first chunk of a call */
     const void *send;
     void *recv;
@@ -1684,7 +1686,7 @@ typedef struct mti_transport {
    p2p           the same for a send, a receive or both
    region        an f, g, scatter or gather begins. It makes y of x; `is` and `becomes` are their placements, R, r, c or
                  P as in mt_rule. y is empty where nothing is written. is_gradient: 1 if x is a gradient for certain
-   rows          the same for some rows of each block, in the calls in chunks of sequence parallelism
+   ranks         the same for the blocks of some ranks, in the calls in chunks of sequence parallelism
    passed        the call `name`, a collective or region without "mt_", has passed the checks of this rank. Every rank
                  calls this hook here, so it may communicate
    close_device  the context is destroyed; the hook may use its device and free its memory
@@ -1697,8 +1699,8 @@ typedef struct mti_hooks {
     mt_status (*p2p)(mt_context *ctx, const mti_call *call);
     mt_status (*region)(mt_context *ctx, const mt_comm *comm, const char *where, char is, char becomes, int is_gradient,
                         const char *x_name, mt_tensor x, mt_tensor y);
-    mt_status (*rows)(mt_context *ctx, const mt_comm *comm, int gathers, const char *where, mt_tensor x, mt_tensor y,
-                      int64_t first, int64_t rows);
+    mt_status (*ranks)(mt_context *ctx, const mt_comm *comm, int gathers, const char *where, mt_tensor x, mt_tensor y,
+                       int first, int ranks);
     mt_status (*passed)(mt_context *ctx, mt_comm *comm, const char *name);
     void (*close_device)(mt_context *ctx);
     void (*destroy)(mt_context *ctx);
@@ -2572,9 +2574,11 @@ MT_API void mt_comm_set_name(mt_comm *comm, const char *name) {
 
 /* -- messages -- */
 
+/* The ranks whose blocks a call moves are in the place of root and source. */
 static void mti_slot_write(mti_slot *slot, const mti_call *call) {
+    int root = call->ranks ? call->first : call->root, source = call->ranks ? call->first + call->ranks : call->source;
     uint64_t what = (uint64_t)(call->kind + 1) | (uint64_t)call->dtype << 8 | (uint64_t)call->op << 16 |
-                    (uint64_t)(call->root + 1) << 24 | (uint64_t)(call->source + 1) << 40;
+                    (uint64_t)(root + 1) << 24 | (uint64_t)(source + 1) << 40;
     __atomic_store_n(&slot->what, what, __ATOMIC_RELAXED);
     __atomic_store_n(&slot->count, (uint64_t)call->count, __ATOMIC_RELAXED);
     __atomic_store_n(&slot->recvcount, (uint64_t)call->recvcount, __ATOMIC_RELAXED);
@@ -2620,6 +2624,13 @@ static void mti_say_send_recv(mti_text *text, const mti_slot *slot, int to, int 
     mti_say(text, "%s)", dtype);
 }
 
+/* Ends a call: ")", or ", blocks of ranks 2 to 3)" when it moves the blocks of ranks [first, end) alone. */
+static void mti_say_blocks(mti_text *text, int first, int end) {
+    if (end == first + 1) mti_say(text, ", block of rank %d", first);
+    if (end > first + 1) mti_say(text, ", blocks of ranks %d to %d", first, end - 1);
+    mti_say(text, ")");
+}
+
 /* Writes the call in a slot: "all_reduce(count 4, f32, sum)". */
 static void mti_say_call(mti_text *text, const mti_slot *slot) {
     uint64_t what = __atomic_load_n(&slot->what, __ATOMIC_RELAXED);
@@ -2629,9 +2640,13 @@ static void mti_say_call(mti_text *text, const mti_slot *slot) {
     switch (kind) {
     case MT_ALL_REDUCE:
     case MT_REDUCE_SCATTER:
-        mti_say(text, "%s(count %llu, %s, %s)", name, count, dtype, mti_op_name(what >> 16 & 255));
+        mti_say(text, "%s(count %llu, %s, %s", name, count, dtype, mti_op_name(what >> 16 & 255));
+        mti_say_blocks(text, root, source);
         break;
-    case MT_ALL_GATHER: mti_say(text, "%s(count %llu, %s)", name, count, dtype); break;
+    case MT_ALL_GATHER:
+        mti_say(text, "%s(count %llu, %s", name, count, dtype);
+        mti_say_blocks(text, root, source);
+        break;
     case MT_BROADCAST: mti_say(text, "%s(count %llu, %s, root %d)", name, count, dtype, root); break;
     case MT_SEND: mti_say(text, "%s(count %llu, %s, to rank %d)", name, count, dtype, root); break;
     case MT_RECV: mti_say(text, "%s(count %llu, %s, from rank %d)", name, count, dtype, source); break;
@@ -3962,9 +3977,15 @@ static int mti_is_p2p(const mti_call *call) {
     return call->kind == MT_SEND || call->kind == MT_RECV || call->kind == MTI_SEND_RECV;
 }
 
-/* Number of elements from the start of the first rank's block to the end of the last rank's block. */
-static size_t mti_all_blocks(const mt_comm *comm, const mti_call *call) {
-    return call->stride * (size_t)(comm->size - 1) + call->count;
+/* Returns 1 when the block of a rank is one of those that an all_gather or a reduce_scatter moves. */
+static int mti_has_block(const mti_call *call, int rank) {
+    return !call->ranks || (rank >= call->first && rank < call->first + call->ranks);
+}
+
+/* Returns how many blocks a call moves: one, or one for each rank of an all_gather or a reduce_scatter. */
+static size_t mti_blocks(const mt_comm *comm, const mti_call *call) {
+    if (call->kind != MT_ALL_GATHER && call->kind != MT_REDUCE_SCATTER) return 1;
+    return (size_t)(call->ranks ? call->ranks : comm->size);
 }
 
 /* mti_send_elements and mti_recv_elements return the number of elements of this rank's send and receive buffers. */
@@ -3972,13 +3993,15 @@ static size_t mti_send_elements(const mt_comm *comm, const mti_call *call) {
     if (call->kind == MT_BARRIER || call->kind == MT_RECV) return 0;
     if (call->kind == MT_BROADCAST && call->root != comm->rank) return 0;
     if (mti_is_p2p(call) && call->root < 0) return 0;
-    return call->kind == MT_REDUCE_SCATTER ? mti_all_blocks(comm, call) : call->count;
+    if (call->kind == MT_REDUCE_SCATTER) return call->count * (size_t)comm->size;
+    return mti_has_block(call, comm->rank) ? call->count : 0;
 }
 
 static size_t mti_recv_elements(const mt_comm *comm, const mti_call *call) {
     if (call->kind == MT_BARRIER || call->kind == MT_SEND) return 0;
     if (mti_is_p2p(call)) return call->source < 0 ? 0 : call->recvcount;
-    return call->kind == MT_ALL_GATHER ? mti_all_blocks(comm, call) : call->count;
+    if (call->kind == MT_ALL_GATHER) return call->count * (size_t)comm->size;
+    return mti_has_block(call, comm->rank) ? call->count : 0;
 }
 
 #define MTI_DTYPES "MT_F32, MT_BF16, MT_F16, MT_I32 or MT_U8"
@@ -4041,12 +4064,16 @@ static mt_status mti_check_buffer(mt_context *ctx, mt_comm *comm, const mti_call
     return MT_SUCCESS;
 }
 
-/* Refuses buffers that overlap in another way than NCCL's in-place rule (see "collectives" in the API). */
+/* Refuses buffers that overlap in another way than NCCL's in-place rule (see "collectives" in the API). A chunk of a
+   call has the buffers of the whole call, also on a rank whose block is not in it. */
 static mt_status mti_check_overlap(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    size_t element = mt_dtype_size(call->dtype), block = call->stride * element * (size_t)comm->rank;
+    size_t element = mt_dtype_size(call->dtype), block = call->count * element * (size_t)comm->rank, sent, received;
     uintptr_t send = (uintptr_t)call->send, recv = (uintptr_t)call->recv;
-    size_t sent = mti_send_elements(comm, call) * element, received = mti_recv_elements(comm, call) * element;
+    mti_call whole = *call;
     int self = call->kind == MTI_SEND_RECV && call->root == comm->rank;
+    whole.ranks = 0;
+    sent = mti_send_elements(comm, &whole) * element;
+    received = mti_recv_elements(comm, &whole) * element;
     if (sent == 0 || received == 0 || send >= recv + received || recv >= send + sent) return MT_SUCCESS;
     if (send == recv && (call->kind == MT_ALL_REDUCE || call->kind == MT_BROADCAST || self)) return MT_SUCCESS;
     if (call->kind == MT_ALL_GATHER && send == recv + block) return MT_SUCCESS;
@@ -4394,18 +4421,19 @@ static mt_status mti_move_all_reduce(mt_context *ctx, const mt_comm *comm, const
 
 /* In place, rank r writes block r of its own send buffer, which no other rank reads. */
 static mt_status mti_move_reduce_scatter(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
-    return mti_reduce_on(ctx, comm, call, call->stride * (size_t)comm->rank, call->count, 0);
+    if (!mti_has_block(call, comm->rank)) return MT_SUCCESS;
+    return mti_reduce_on(ctx, comm, call, call->count * (size_t)comm->rank, call->count, 0);
 }
 
 /* Rank r starts with block r, so that not all ranks read the same buffer at once. In place, rank r writes all blocks of
-   its buffer except block r, the only one that its peers read. */
+   its buffer that the call moves, except block r, the only one that its peers read. */
 static mt_status mti_move_all_gather(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
     size_t bytes = call->count * mt_dtype_size(call->dtype);
     int i;
     for (i = 0; i < comm->size; i++) {
         int from = (comm->rank + i) % comm->size;
-        char *to = (char *)call->recv + call->stride * mt_dtype_size(call->dtype) * (size_t)from;
-        MT_TRY(mti_bytes_copy(ctx, to, mti_slot_of(comm->group, from)->send, bytes));
+        char *to = (char *)call->recv + bytes * (size_t)from;
+        if (mti_has_block(call, from)) MT_TRY(mti_bytes_copy(ctx, to, mti_slot_of(comm->group, from)->send, bytes));
     }
     return MT_SUCCESS;
 }
@@ -4428,17 +4456,18 @@ static mt_status mti_move(mt_context *ctx, const mt_comm *comm, const mti_call *
 }
 
 /* A buffer of `whole` elements, divided into one piece per rank. Piece r begins at element stride * r and has n
-   elements, or fewer at the end of the buffer. */
+   elements, fewer at the end of the buffer, or none when the call does not move the block of rank r. */
 typedef struct mti_pieces {
     const char *from; /* the elements to reduce */
     char *to;         /* all results, at the same offsets; NULL: only this rank's result is needed */
     char *own;        /* this rank's result */
     size_t element, stride, n, whole;
+    const mti_call *call;
 } mti_pieces;
 
 static size_t mti_piece_size(const mti_pieces *p, int rank) {
     size_t first = p->stride * (size_t)rank;
-    if (first >= p->whole) return 0;
+    if (first >= p->whole || !mti_has_block(p->call, rank)) return 0;
     return p->whole - first < p->n ? p->whole - first : p->n;
 }
 
@@ -4451,8 +4480,9 @@ static size_t mti_pieces_next(const mt_comm *comm, const mti_call *call, size_t 
     if (chunk > call->count - done) chunk = call->count - done;
     p->element = mt_dtype_size(call->dtype);
     p->n = scatter ? chunk : ((chunk + ranks - 1) / ranks + line - 1) / line * line;
-    p->stride = scatter ? call->stride : p->n;
-    p->whole = scatter ? call->stride * ranks : chunk;
+    p->stride = scatter ? call->count : p->n;
+    p->whole = scatter ? call->count * ranks : chunk;
+    p->call = call;
     p->from = (const char *)call->send + done * p->element;
     p->to = scatter ? NULL : (char *)call->recv + done * p->element;
     p->own = scatter ? (char *)call->recv + done * p->element : p->to + p->stride * p->element * (size_t)comm->rank;
@@ -4479,11 +4509,19 @@ static mti_call mti_call_make(int kind, const void *send, void *recv, size_t cou
     call.dtype = dtype;
     call.send = send;
     call.recv = recv;
-    call.count = call.stride = count;
+    call.count = count;
     return call;
 }
 
 /* -- the collectives -- */
+
+/* Tells the layers which memory a collective has written. */
+static void mti_forget_received(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
+    size_t block = call->count * mt_dtype_size(call->dtype);
+    if (call->kind == MT_ALL_GATHER)
+        mti_notify_forgotten(ctx, (char *)call->recv + (size_t)call->first * block, mti_blocks(comm, call) * block, 0);
+    else if (mti_has_block(call, comm->rank)) mti_notify_forgotten(ctx, call->recv, block, 0);
+}
 
 /* Checks, runs and records a collective. Further chunks of a call add to its bytes, but not to the number of calls. */
 static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
@@ -4493,12 +4531,9 @@ static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_cal
     MT_TRY(MTI_HOOK(ctx, passed(ctx, comm, mti_call_name(call->kind))));
     if (call->kind == MT_BARRIER) MT_TRY(mti_check_recording(ctx)); /* waits on GPUs */
     MT_TRY((comm->transport->collective)(ctx, comm, call));
-    if (call->kind != MT_ALL_REDUCE || call->recv != call->send) {
-        size_t blocks = call->kind == MT_ALL_GATHER ? (size_t)comm->size : 1;
-        mti_notify_forgotten(ctx, call->recv, blocks * elements * mt_dtype_size(call->dtype), 0);
-    }
+    if (call->kind != MT_ALL_REDUCE || call->recv != call->send) mti_forget_received(ctx, comm, call);
     if (comm->size == 1) return MT_SUCCESS;
-    if (call->kind == MT_ALL_GATHER || call->kind == MT_REDUCE_SCATTER) elements *= (size_t)comm->size;
+    elements *= mti_blocks(comm, call);
     mti_record(comm, (mt_collective)call->kind, elements * mt_dtype_size(call->dtype));
     mti_trace_call(ctx, comm, call, (mt_collective)call->kind, elements * mt_dtype_size(call->dtype));
     comm->ledger.calls[call->kind] -= (uint64_t)call->goes_on;
@@ -6840,17 +6875,17 @@ static ncclResult_t mti_nccl_pair(mt_context *ctx, mt_comm *comm, const mti_call
     return mti_nccl_goes_on(result) ? end : result;
 }
 
-/* An all_gather or reduce_scatter whose blocks are not contiguous: one call per block, in one NCCL group. Rank r is the
-   root of block r. */
+/* An all_gather or reduce_scatter of some ranks' blocks: one call per block, in one NCCL group. Rank r is the root of
+   block r. */
 static ncclResult_t mti_nccl_blocks(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     ncclDataType_t type = mti_nccl_type(call->dtype);
     ncclRedOp_t op = call->op == MT_MAX ? ncclMax : ncclSum;
-    size_t apart = call->stride * mt_dtype_size(call->dtype);
+    size_t apart = call->count * mt_dtype_size(call->dtype);
     struct ncclComm *handle = comm->nccl.handle;
     ncclResult_t result = ncclSuccess, end;
     int r;
     ncclGroupStart();
-    for (r = 0; r < comm->size && mti_nccl_goes_on(result); r++) {
+    for (r = call->first; r < call->first + call->ranks && mti_nccl_goes_on(result); r++) {
         if (call->kind == MT_ALL_GATHER)
             result = ncclBroadcast(call->send, (char *)call->recv + apart * (size_t)r, call->count, type, r, handle,
                                    ctx->stream);
@@ -6867,8 +6902,7 @@ static ncclResult_t mti_nccl_issue(mt_context *ctx, mt_comm *comm, const mti_cal
     ncclDataType_t type = mti_nccl_type(call->dtype);
     ncclRedOp_t op = call->op == MT_MAX ? ncclMax : ncclSum;
     struct ncclComm *handle = comm->nccl.handle;
-    if ((call->kind == MT_ALL_GATHER || call->kind == MT_REDUCE_SCATTER) && call->stride != call->count)
-        return mti_nccl_blocks(ctx, comm, call);
+    if (call->ranks) return mti_nccl_blocks(ctx, comm, call);
     switch (call->kind) {
     case MT_ALL_REDUCE: return ncclAllReduce(call->send, call->recv, call->count, type, op, handle, ctx->stream);
     case MT_REDUCE_SCATTER:
@@ -7819,8 +7853,14 @@ static mt_status mti_link_wait(mt_context *ctx, mt_comm *comm) {
 /* Returns how many bytes one rank contributes to the call; the same on all ranks. At most MTI_LINK_SMALL bytes travel
    with the header. */
 static size_t mti_link_bytes(const mt_comm *comm, const mti_call *call) {
-    size_t elements = call->kind == MT_BROADCAST ? call->count : mti_send_elements(comm, call);
-    return elements * mt_dtype_size(call->dtype);
+    if (call->kind == MT_BROADCAST || call->kind == MT_ALL_GATHER) return call->count * mt_dtype_size(call->dtype);
+    return mti_send_elements(comm, call) * mt_dtype_size(call->dtype);
+}
+
+/* Returns 1 when this rank has data that other ranks read. */
+static int mti_link_has_data(const mt_comm *comm, const mti_call *call) {
+    if (call->kind == MT_BROADCAST) return call->root == comm->rank;
+    return call->kind != MT_ALL_GATHER || mti_has_block(call, comm->rank);
 }
 
 /* Writes this rank's header, and up to MTI_LINK_SMALL bytes of data behind it. Returns the size of the message. */
@@ -7842,13 +7882,13 @@ static size_t mti_link_write(mt_comm *comm, const mti_call *call, size_t bytes) 
    rank's header. */
 static mt_status mti_link_enter(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     mti_link *m = comm->link;
-    int i, has_data = call->kind != MT_BROADCAST || call->root == comm->rank;
     size_t bytes;
+    int i;
     mt_status status;
     mti_link_listen(m->port);
     if (mti_is_broken(comm->group)) return mti_broken_before(ctx, comm, call);
     mti_publish(ctx, comm, call, MTI_IN_COLLECTIVE);
-    bytes = mti_link_write(comm, call, has_data ? mti_link_bytes(comm, call) : 0);
+    bytes = mti_link_write(comm, call, mti_link_has_data(comm, call) ? mti_link_bytes(comm, call) : 0);
     mti_link_begin(comm);
     for (i = 1; i < comm->size; i++) {
         int peer = (comm->rank + i) % comm->size;
@@ -7910,10 +7950,11 @@ static mt_status mti_link_all_gather(mt_context *ctx, mt_comm *comm, const mti_c
     mti_pieces p;
     memset(&p, 0, sizeof p);
     p.element = element;
-    p.stride = call->stride;
-    p.whole = call->stride * (size_t)comm->size;
+    p.call = call;
+    p.stride = call->count;
+    p.whole = call->count * (size_t)comm->size;
     mine = p.stride * element * (size_t)comm->rank;
-    mti_copy((char *)call->recv + mine, call->send, call->count * element);
+    if (mti_has_block(call, comm->rank)) mti_copy((char *)call->recv + mine, call->send, call->count * element);
     for (done = 0; done < call->count; done += p.n) {
         p.n = call->count - done < most ? call->count - done : most;
         p.to = (char *)call->recv + done * element;
@@ -9437,45 +9478,53 @@ static mt_status mti_check_rows(mt_context *ctx, mt_comm *comm, const char *name
                       (long long)first, (long long)rows, (long long)part.rows);
 }
 
-/* A call on rows [first, first + rows) of this rank's part, and on the same rows of each block of the whole tensor. A
-   block has as many elements as `part`. */
-static mti_call mti_rows_call(int kind, mt_tensor send, mt_tensor recv, mt_tensor part, int64_t first, int64_t rows) {
-    mti_call call =
-        mti_call_make(kind, mt_tensor_rows(mti_dense(send), first, rows).data,
-                      mt_tensor_rows(mti_dense(recv), first, rows).data, (size_t)(rows * part.cols), part.dtype);
-    call.stride = mti_elements(part);
+static mt_status mti_check_ranks(mt_context *ctx, mt_comm *comm, const char *name, int first, int ranks) {
+    if (first >= 0 && ranks > 0 && first <= comm->size - ranks) return MT_SUCCESS;
+    return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: ranks [%d, %d + %d) of %d", name, first, first, ranks,
+                      comm->size);
+}
+
+/* A call on the blocks of ranks [first, first + ranks). A block has as many elements as `part`. */
+static mti_call mti_ranks_call(const mt_comm *comm, int kind, mt_tensor send, mt_tensor recv, mt_tensor part, int first,
+                               int ranks) {
+    mti_call call = mti_call_make(kind, send.data, recv.data, mti_elements(part), part.dtype);
+    call.first = first;
+    call.ranks = ranks == comm->size ? 0 : ranks;
     call.goes_on = first > 0;
     return call;
 }
 
-MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
-                                                     int64_t first, int64_t rows) {
+MT_API mt_status mt_gather_ranks_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
+                                                      int first, int ranks) {
     mti_call call;
-    MT_TRY(mti_check_views(ctx, comm, "gather_rows_from_sequence_region", x, y, 0, 1));
-    MT_TRY(mti_check_rows(ctx, comm, "gather_rows_from_sequence_region", x, first, rows));
-    call = mti_rows_call(MT_ALL_GATHER, x, y, x, first, rows);
-    MT_TRY(MTI_HOOK(ctx, rows(ctx, comm, 1, "mt_gather_rows_from_sequence_region", x, y, first, rows)));
-    MTI_WITHOUT_CHECKS(ctx, comm, "gather_rows_from_sequence_region",
+    MT_TRY(mti_check_views(ctx, comm, "gather_ranks_from_sequence_region", x, y, 0, 1));
+    MT_TRY(mti_check_ranks(ctx, comm, "gather_ranks_from_sequence_region", first, ranks));
+    call = mti_ranks_call(comm, MT_ALL_GATHER, x, y, x, first, ranks);
+    MT_TRY(MTI_HOOK(ctx, ranks(ctx, comm, 1, "mt_gather_ranks_from_sequence_region", x, y, first, ranks)));
+    MTI_WITHOUT_CHECKS(ctx, comm, "gather_ranks_from_sequence_region",
                        MT_RANGE("all_gather", mti_run_collective(ctx, comm, &call)));
 }
 
-MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
-                                                           int64_t first, int64_t rows) {
+MT_API mt_status mt_reduce_scatter_ranks_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
+                                                            int first, int ranks) {
     mti_call call;
-    MT_TRY(mti_check_views(ctx, comm, "reduce_scatter_rows_to_sequence_region", x, y, 1, 1));
-    MT_TRY(mti_check_rows(ctx, comm, "reduce_scatter_rows_to_sequence_region", y, first, rows));
-    call = mti_rows_call(MT_REDUCE_SCATTER, x, y, y, first, rows);
-    MT_TRY(MTI_HOOK(ctx, rows(ctx, comm, 0, "mt_reduce_scatter_rows_to_sequence_region", x, y, first, rows)));
-    MTI_WITHOUT_CHECKS(ctx, comm, "reduce_scatter_rows_to_sequence_region",
+    MT_TRY(mti_check_views(ctx, comm, "reduce_scatter_ranks_to_sequence_region", x, y, 1, 1));
+    MT_TRY(mti_check_ranks(ctx, comm, "reduce_scatter_ranks_to_sequence_region", first, ranks));
+    call = mti_ranks_call(comm, MT_REDUCE_SCATTER, x, y, y, first, ranks);
+    MT_TRY(MTI_HOOK(ctx, ranks(ctx, comm, 0, "mt_reduce_scatter_ranks_to_sequence_region", x, y, first, ranks)));
+    MTI_WITHOUT_CHECKS(ctx, comm, "reduce_scatter_ranks_to_sequence_region",
                        MT_RANGE("reduce_scatter", mti_run_collective(ctx, comm, &call)));
 }
 
 MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor y, int64_t first,
                                                    int64_t rows) {
+    void *data;
     mti_call call;
     MT_TRY(mti_check_view(ctx, comm, "reduce_rows_from_tensor_region", "y", y));
     MT_TRY(mti_check_rows(ctx, comm, "reduce_rows_from_tensor_region", y, first, rows));
-    call = mti_rows_call(MT_ALL_REDUCE, y, y, y, first, rows);
+    data = mt_tensor_rows(mti_dense(y), first, rows).data;
+    call = mti_call_make(MT_ALL_REDUCE, data, data, (size_t)(rows * y.cols), y.dtype);
+    call.goes_on = first > 0;
     MTI_REGION(ctx, comm, "mt_reduce_rows_from_tensor_region", 'P', 'R', 0, "y", mt_tensor_rows(y, first, rows),
                mt_tensor_rows(y, first, rows), MT_RANGE("all_reduce", mti_run_collective(ctx, comm, &call)));
 }
@@ -12991,29 +13040,31 @@ static mt_status mti_p2p_check(mt_context *ctx, const mti_call *call) {
     return mti_forget_view(ctx, mt_tensor_make(call->recv, call->dtype, 1, (int64_t)call->recvcount));
 }
 
-/* The rule of mt_gather_rows_from_sequence_region, or of mt_reduce_scatter_rows_to_sequence_region, for the same rows
-   of each block of the whole view. A block has as many rows as this rank's part. This rank's block is the last one,
-   because it may be the memory of the part. The listener is told of it alone, and the part that a gather reads is
-   hashed with it alone. */
-static mt_status mti_rows_check(mt_context *ctx, const mt_comm *comm, int gathers, const char *where, mt_tensor x,
-                                mt_tensor y, int64_t first, int64_t rows) {
+/* The rule of mt_gather_ranks_from_sequence_region, or of mt_reduce_scatter_ranks_to_sequence_region, for the block of
+   each rank of [first, first + ranks) in the whole view. A block has as many rows as this rank's part. This rank's
+   block comes last, because it may be the memory of the part: in place, a gather has made the part replicated in an
+   earlier chunk. The listener is told of one block: this rank's, or that of `first` when this rank has none in the
+   call. The part that a gather reads is hashed with this rank's block alone. */
+static mt_status mti_ranks_check(mt_context *ctx, const mt_comm *comm, int gathers, const char *where, mt_tensor x,
+                                 mt_tensor y, int first, int ranks) {
     mt_check_listener listener;
     struct mti_replicas *replicas;
+    mt_tensor part = gathers ? x : y, whole = gathers ? y : x;
     mt_status status = MT_SUCCESS;
-    int i;
+    int i, has_mine = comm->rank >= first && comm->rank < first + ranks, last = has_mine ? comm->rank : first;
+    int gathered = comm->rank < first && mt_tensor_rows(whole, comm->rank * part.rows, 1).data == part.data;
     if (!mt_check_mode(ctx)) return MT_SUCCESS;
     listener = ctx->checker->listener;
     replicas = ctx->checker->replicas;
-    for (i = 1; i <= comm->size && status == MT_SUCCESS; i++) {
-        int block = (comm->rank + i) % comm->size;
-        mt_tensor part = mt_tensor_rows(gathers ? x : y, first, rows);
-        mt_tensor piece = mt_tensor_rows(gathers ? y : x, block * (gathers ? x : y).rows + first, rows);
-        ctx->checker->listener = i == comm->size ? listener : NULL;
-        ctx->checker->replicas = !gathers || i == comm->size ? replicas : NULL;
-        if (gathers) status = mti_region_check(ctx, comm, where, 'r', 'R', 0, "x", part, piece);
+    for (i = 1; i <= ranks && status == MT_SUCCESS; i++) {
+        int rank = first + (last - first + i) % ranks, mine = rank == comm->rank;
+        mt_tensor block = mt_tensor_rows(whole, rank * part.rows, part.rows);
+        ctx->checker->listener = i == ranks ? listener : NULL;
+        ctx->checker->replicas = !gathers || mine ? replicas : NULL;
+        if (gathers) status = mti_region_check(ctx, comm, where, gathered ? 'R' : 'r', 'R', 0, "x", part, block);
         else
-            status = mti_region_check(ctx, comm, where, 'P', 'r', 0, "x", piece,
-                                      i == comm->size ? part : mt_tensor_rows(part, 0, 0));
+            status =
+                mti_region_check(ctx, comm, where, 'P', 'r', 0, "x", block, mine ? part : mt_tensor_rows(part, 0, 0));
     }
     ctx->checker->listener = listener;
     ctx->checker->replicas = replicas;
@@ -13936,7 +13987,7 @@ static void mti_checker_destroy(mt_context *ctx) {
 
 static const mti_hooks mti_check_hooks = {
     mti_memory_allocated, mti_memory_freed, mti_memory_reused,     mti_collective_check, mti_p2p_check,
-    mti_region_check,     mti_rows_check,   mti_collective_passed, mti_replicas_destroy, mti_checker_destroy};
+    mti_region_check,     mti_ranks_check,  mti_collective_passed, mti_replicas_destroy, mti_checker_destroy};
 
 static mt_status mti_checker_create(mt_context *ctx, int check) {
     ctx->checker = (mti_checker *)mt_host_alloc(sizeof *ctx->checker);

@@ -173,9 +173,10 @@ typedef enum mt_overlap {
 /* Options of the layers of a context. Zero-initialised means the defaults. */
 typedef struct mt_parallel_options {
     int no_overlap; /* bits of mt_overlap: the kinds that do not overlap on MT_DEVICE_CUDA; 0: all overlap */
-    /* number of chunks into which a layer cuts the tokens that it communicates, at most MT_OVERLAP_CHUNKS_MAX. Each
-       chunk is a separate GEMM, also when nothing overlaps. Invariant mode always uses one chunk. 0: on MT_DEVICE_CUDA
-       one chunk for each 1024 tokens, at most 4; on other devices one chunk */
+    /* number of chunks into which a layer cuts the tokens that it communicates, at most MT_OVERLAP_CHUNKS_MAX. With
+       sequence parallelism a chunk has all tokens of some ranks, so there are at most t chunks. Each chunk is a
+       separate GEMM, also when nothing overlaps. Invariant mode always uses one chunk. 0: on MT_DEVICE_CUDA one chunk
+       for each 1024 tokens, at most 4, or 2 with sequence parallelism; on other devices one chunk */
     int overlap_chunks;
 } mt_parallel_options;
 
@@ -4797,37 +4798,43 @@ static mt_status mti_partial_tokens(mt_context *ctx, mt_comm *tp, int sequence_p
 
 #define MTI_CHUNK_TOKENS 1024
 #define MTI_CHUNKS 4
+#define MTI_CHUNKS_OF_RANKS 2
 
-/* How a call cuts its tokens into chunks. Under sequence parallelism a chunk has `pieces` pieces, one for each rank,
-   with some of that rank's rows. Tokens that are not communicated are a single chunk. The cut does not depend on what
-   overlaps, so neither do the GEMMs and their bits. */
+/* How a call cuts its tokens into chunks. A chunk has whole units: rows or, under sequence parallelism, all rows of a
+   rank, so that a product of a chunk is one call and its rows are contiguous. Tokens that are not communicated are a
+   single chunk. The cut does not depend on what overlaps, so neither do the GEMMs and their bits. */
 typedef struct mti_chunks {
-    int count, pieces;
-    int64_t rows; /* rows of a piece, added up over all chunks */
+    int count;
+    int64_t units, unit; /* unit: rows of each of the `units` units */
 } mti_chunks;
+
+/* Returns the number of chunks of a call with so many tokens, when the options do not say it. Few large chunks: a
+   product must fill the GPU. */
+static int64_t mti_default_chunks(const mt_context *ctx, int sequence_parallel, int64_t tokens) {
+    if (!mt_overlap_is_planned(ctx)) return 1;
+    return mt_min(tokens / MTI_CHUNK_TOKENS, sequence_parallel ? MTI_CHUNKS_OF_RANKS : MTI_CHUNKS);
+}
 
 /* Cuts the tokens of a call. rows is the number of rows on this rank; travel is 0 when they are not communicated. */
 static mti_chunks mti_chunks_of(const mt_context *ctx, mt_comm *tp, int sequence_parallel, int travel, int64_t rows) {
-    int ranks = mt_comm_size(tp), pieces = sequence_parallel ? ranks : 1;
+    int ranks = mt_comm_size(tp);
     int64_t count = mt_parallel_get_options(ctx).overlap_chunks;
     mti_chunks c;
-    if (count == 0) count = mt_overlap_is_planned(ctx) ? mt_min(rows * pieces / MTI_CHUNK_TOKENS, MTI_CHUNKS) : 1;
+    c.units = sequence_parallel ? ranks : rows;
+    c.unit = sequence_parallel ? rows : 1;
+    if (count == 0) count = mti_default_chunks(ctx, sequence_parallel, c.units * c.unit);
     if (ranks == 1 || !travel || mt_context_invariant(ctx)) count = 1;
-    c.count = (int)mt_max(mt_min(count, rows), 1);
-    c.pieces = c.count == 1 ? 1 : pieces;
-    c.rows = c.count == 1 ? rows * pieces : rows;
+    c.count = (int)mt_max(mt_min(count, c.units), 1);
     return c;
 }
 
-static int64_t mti_chunk_first(const mti_chunks *c, int chunk) { return c->rows * chunk / c->count; }
+/* Returns the first unit of a chunk. */
+static int64_t mti_chunk_first(const mti_chunks *c, int chunk) { return c->units * chunk / c->count; }
 
-static int64_t mti_chunk_rows(const mti_chunks *c, int chunk) {
-    return mti_chunk_first(c, chunk + 1) - mti_chunk_first(c, chunk);
-}
-
-/* Returns the view of one piece of a chunk of t. */
-static mt_tensor mti_piece(const mti_chunks *c, mt_tensor t, int chunk, int piece) {
-    return mt_tensor_rows(t, piece * c->rows + mti_chunk_first(c, chunk), mti_chunk_rows(c, chunk));
+/* Returns the view of the rows of a chunk of t. */
+static mt_tensor mti_chunk(const mti_chunks *c, mt_tensor t, int chunk) {
+    int64_t first = mti_chunk_first(c, chunk);
+    return mt_tensor_rows(t, first * c->unit, (mti_chunk_first(c, chunk + 1) - first) * c->unit);
 }
 
 /* Gathers the rows of all ranks into *all, with one ticket (mt_overlap_end) for each chunk. *all is x when there is
@@ -4840,9 +4847,9 @@ static mt_status mti_gather_chunks(mt_context *ctx, mt_comm *tp, int sequence_pa
     if (!sequence_parallel) return MT_SUCCESS;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * mt_comm_size(tp), x.cols, all));
     for (i = 0; i < c->count; i++) {
-        int64_t first = mti_chunk_first(c, i), rows = mti_chunk_rows(c, i);
+        int first = (int)mti_chunk_first(c, i), ranks = (int)mti_chunk_first(c, i + 1) - first;
         MT_TRY(mti_overlap_begin(ctx, tp, MT_OVERLAP_ALL_GATHER));
-        MT_TRY(mt_overlap_end(ctx, i, mt_gather_rows_from_sequence_region(ctx, tp, x, *all, first, rows)));
+        MT_TRY(mt_overlap_end(ctx, i, mt_gather_ranks_from_sequence_region(ctx, tp, x, *all, first, ranks)));
     }
     return MT_SUCCESS;
 }
@@ -4864,10 +4871,10 @@ static mt_status mti_reduce_tokens(mt_context *ctx, mt_comm *tp, int sequence_pa
 /* Does the same as mti_reduce_tokens for one chunk. */
 static mt_status mti_reduce_chunk(mt_context *ctx, mt_comm *tp, int sequence_parallel, const mti_chunks *c, int chunk,
                                   mt_tensor partial, mt_tensor y) {
-    int64_t first = mti_chunk_first(c, chunk), rows = mti_chunk_rows(c, chunk);
+    int64_t first = mti_chunk_first(c, chunk), units = mti_chunk_first(c, chunk + 1) - first;
     if (c->count == 1) return mti_reduce_tokens(ctx, tp, sequence_parallel, 0, partial, y);
-    if (sequence_parallel) return mt_reduce_scatter_rows_to_sequence_region(ctx, tp, partial, y, first, rows);
-    return mt_reduce_rows_from_tensor_region(ctx, tp, y, first, rows);
+    if (!sequence_parallel) return mt_reduce_rows_from_tensor_region(ctx, tp, y, first, units);
+    return mt_reduce_scatter_ranks_to_sequence_region(ctx, tp, partial, y, (int)first, (int)units);
 }
 
 MT_API int64_t mt_sequence_tokens(mt_comm *tp, int sequence_parallel, int64_t rows) {
@@ -5093,11 +5100,10 @@ static mt_status mti_column_product(mt_context *ctx, const mt_parallel_linear *n
    partial sum, to which all layers of the call add. */
 typedef struct mti_partial {
     const mti_layers *layers;
-    mt_transpose trans; /* of W */
-    const mt_tensor *x; /* one for each layer: x, or dy in backward, [tokens, local features] */
-    /* the product is of one piece of x (mti_piece), given by chunk and piece; NULL: of all of x */
-    const mti_chunks *of;
-    int chunk, piece;
+    mt_transpose trans;   /* of W */
+    const mt_tensor *x;   /* one for each layer: x, or dy in backward, [tokens, local features] */
+    const mti_chunks *of; /* the product is of one chunk of x; NULL: of all of x */
+    int chunk;
 } mti_partial;
 
 /* The mti_leaf of mti_partial_product. */
@@ -5106,7 +5112,7 @@ static mt_status mti_partial_leaf(mt_context *ctx, const void *arg, int shard, m
     int i;
     for (i = 0; i < p->layers->count; i++) {
         const mt_param *w = p->layers->list[i].weight;
-        mt_tensor x = p->of ? mti_piece(p->of, p->x[i], p->chunk, p->piece) : p->x[i];
+        mt_tensor x = p->of ? mti_chunk(p->of, p->x[i], p->chunk) : p->x[i];
         MT_TRY(mti_gemm(ctx, MT_NO_TRANS, p->trans, mt_shard_cols(x, shard, w->shards),
                         mti_param_shard(w, w->value, shard), i == 0 ? 0.0f : 1.0f, out));
     }
@@ -5126,8 +5132,8 @@ typedef struct mti_activation_after {
     mt_tensor bias, out;
 } mti_activation_after;
 
-/* Computes one piece of a layer's output y and, with act, the same piece of the activation's output. */
-static mt_status mti_column_piece(mt_context *ctx, const mt_parallel_linear *n, const mti_activation_after *act,
+/* Computes one chunk of a layer's output y and, with act, the same chunk of the activation's output. */
+static mt_status mti_column_chunk(mt_context *ctx, const mt_parallel_linear *n, const mti_activation_after *act,
                                   mt_tensor x, mt_tensor y, mt_tensor out) {
     if (act) return mt_linear_activation_forward(ctx, act->kind, x, n->weight->value, act->bias, y, out);
     return mti_column_product(ctx, n, x, y);
@@ -5138,16 +5144,15 @@ static mt_status mti_column_piece(mt_context *ctx, const mt_parallel_linear *n, 
 static mt_status mti_column_forward(mt_context *ctx, const mti_layers *l, mt_tensor x, const mt_tensor *y,
                                     const mti_activation_after *act) {
     const mt_parallel_linear *first = l->list;
-    int sp = first->desc.sequence_parallel, i, j, k;
+    int sp = first->desc.sequence_parallel, i, k;
     mti_chunks c = mti_chunks_of(ctx, first->tp, sp, sp, x.rows);
     mt_tensor all;
     MT_TRY(mti_gather_chunks(ctx, first->tp, sp, &c, x, &all));
     for (i = 0; i < c.count; i++) {
         MT_TRY(mt_overlap_wait(ctx, i));
         for (k = 0; k < l->count; k++)
-            for (j = 0; j < c.pieces; j++)
-                MT_TRY(mti_column_piece(ctx, &l->list[k], act, mti_piece(&c, all, i, j), mti_piece(&c, y[k], i, j),
-                                        act ? mti_piece(&c, act->out, i, j) : mt_none()));
+            MT_TRY(mti_column_chunk(ctx, &l->list[k], act, mti_chunk(&c, all, i), mti_chunk(&c, y[k], i),
+                                    act ? mti_chunk(&c, act->out, i) : mt_none()));
     }
     return MT_SUCCESS;
 }
@@ -5158,12 +5163,11 @@ static mt_status mti_row_forward(mt_context *ctx, const mti_layers *l, const mt_
     const mt_parallel_linear *first = l->list;
     int sp = first->desc.sequence_parallel, i;
     mti_chunks c = mti_chunks_of(ctx, first->tp, sp, 1, y.rows);
-    mti_partial p = {l, MT_TRANS, x, &c, 0, 0};
+    mti_partial p = {l, MT_TRANS, x, &c, 0};
     mt_tensor partial;
     MT_TRY(mti_partial_tokens(ctx, first->tp, sp, y, &partial));
     for (p.chunk = 0; p.chunk < c.count; p.chunk++) {
-        for (p.piece = 0; p.piece < c.pieces; p.piece++)
-            MT_TRY(mti_partial_product(ctx, &p, mti_piece(&c, partial, p.chunk, p.piece)));
+        MT_TRY(mti_partial_product(ctx, &p, mti_chunk(&c, partial, p.chunk)));
         MT_TRY(mti_overlap_begin(ctx, first->tp, c.count > 1 ? MT_OVERLAP_ROW_FORWARD : 0));
         MT_TRY(mt_overlap_end(ctx, p.chunk, mti_reduce_chunk(ctx, first->tp, sp, &c, p.chunk, partial, y)));
     }
@@ -5260,7 +5264,7 @@ static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_parallel_l
 static mt_status mti_column_input_gradient(mt_context *ctx, const mti_layers *l, const mt_tensor *dy, mt_tensor dx) {
     const mt_parallel_linear *first = l->list;
     int sp = first->desc.sequence_parallel;
-    mti_partial p = {l, MT_NO_TRANS, dy, NULL, 0, 0};
+    mti_partial p = {l, MT_NO_TRANS, dy, NULL, 0};
     mt_tensor partial;
     MT_TRY(mti_partial_tokens(ctx, first->tp, sp, dx, &partial));
     MT_TRY(mti_partial_product(ctx, &p, partial));
@@ -5347,7 +5351,7 @@ static mt_status mti_row_bias_gradients(mt_context *ctx, const mti_layers *l, mt
 static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tensor dy, const mt_tensor *dx, int may_add,
                                   const mt_linear_saved *saved, const mti_activation_before *act) {
     const mt_parallel_linear *first = l->list;
-    int sp = first->desc.sequence_parallel, i, j, k;
+    int sp = first->desc.sequence_parallel, i, k;
     mti_chunks c = mti_chunks_of(ctx, first->tp, sp, sp, dy.rows);
     mt_tensor all;
     MT_TRY(mti_gather_chunks(ctx, first->tp, sp, &c, dy, &all));
@@ -5355,13 +5359,12 @@ static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tenso
     MT_TRY(mt_invariant_input(ctx, all, &all)); /* one copy for all shards */
     for (i = 0; i < c.count; i++) {
         MT_TRY(mt_overlap_wait(ctx, i));
-        for (k = 0; k < l->count; k++)
-            for (j = 0; j < c.pieces && dx[k].data; j++) {
-                const mt_parallel_linear *n = &l->list[k];
-                MT_TRY(mti_row_input_gradient(ctx, n, may_add && n->desc.add_to_dx, act, mti_piece(&c, all, i, j),
-                                              act ? mti_piece(&c, act->h, i, j) : mt_none(),
-                                              mti_piece(&c, dx[k], i, j)));
-            }
+        for (k = 0; k < l->count; k++) {
+            const mt_parallel_linear *n = &l->list[k];
+            if (!dx[k].data) continue;
+            MT_TRY(mti_row_input_gradient(ctx, n, may_add && n->desc.add_to_dx, act, mti_chunk(&c, all, i),
+                                          act ? mti_chunk(&c, act->h, i) : mt_none(), mti_chunk(&c, dx[k], i)));
+        }
     }
     for (k = 0; k < l->count; k++) MT_TRY(mti_row_weight_gradient(ctx, l->list[k].weight, all, saved[k].x));
     return MT_SUCCESS;

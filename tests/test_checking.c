@@ -1298,8 +1298,8 @@ static void test_a_listener_of_one_rank(void **state) {
     mt_check_listen(NULL, hear, &h);
 }
 
-/* A chunk of a gather or of a reduce-scatter has rows of each rank. They are checked and noted, and no others. */
-static void test_chunks_of_rows(void **state) {
+/* A chunk of a gather or of a reduce-scatter has the blocks of some ranks. They alone are checked and noted. */
+static void test_chunks_of_ranks(void **state) {
     (void)state;
     for (int rank = 0; rank < 3; rank++) {
         told h = {NULL, ""};
@@ -1311,33 +1311,38 @@ static void test_chunks_of_rows(void **state) {
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, requests, 3));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, part, MT_SPLIT_ROWS));
         mt_check_listen(r.ctx, hear, &h);
-        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gather_rows_from_sequence_region(r.ctx, r.grid.tp, part, whole, 0, 3));
-        assert_string_equal(h.text, "gather_rows_from_sequence_region -: x=r y>=R\n");
-        for (int i = 0; i < 3; i++) check_is(&r, mt_tensor_rows(whole, 4 * i, 3), MT_REPLICATED);
-        for (int i = 0; i < 3; i++) check_is(&r, mt_tensor_rows(whole, 4 * i + 3, 1), MT_UNDECLARED);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gather_ranks_from_sequence_region(r.ctx, r.grid.tp, part, whole, 0, 2));
+        assert_string_equal(h.text, "gather_ranks_from_sequence_region -: x=r y>=R\n");
+        check_is(&r, mt_tensor_rows(whole, 0, 8), MT_REPLICATED);
+        check_is(&r, mt_tensor_rows(whole, 8, 4), MT_UNDECLARED);
         REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_copy: nothing has written x [12, 4], or a part of it",
                 mt_copy(r.ctx, whole, copy));
-        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gather_rows_from_sequence_region(r.ctx, r.grid.tp, part, whole, 3, 1));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gather_ranks_from_sequence_region(r.ctx, r.grid.tp, part, whole, 2, 1));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, whole, copy));
         check_is(&r, copy, MT_REPLICATED);
         /* the part is this rank's rows of the whole tensor */
         part = mt_tensor_rows(whole, 4 * rank, 4);
-        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, part, MT_SPLIT_ROWS));
-        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gather_rows_from_sequence_region(r.ctx, r.grid.tp, part, whole, 0, 4));
-        check_is(&r, whole, MT_REPLICATED);
+        for (int ranks = 1; ranks <= 3; ranks += 2) {
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, part, MT_SPLIT_ROWS));
+            for (int first = 0; first < 3; first += ranks)
+                ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                              mt_gather_ranks_from_sequence_region(r.ctx, r.grid.tp, part, whole, first, ranks));
+            check_is(&r, whole, MT_REPLICATED);
+        }
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, whole, MT_PARTIAL));
-        for (int block = 0; block < 3; block++) {
-            mt_tensor rows = mt_tensor_rows(whole, 4 * block, 2);
+        for (int block = 0; block < 2; block++) {
+            mt_tensor rows = mt_tensor_rows(whole, 4 * block, 4);
             ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, rows, MT_REPLICATED));
             REFUSED(r.ctx, MT_ERR_ARGUMENT,
-                    "mt_reduce_scatter_rows_to_sequence_region: x is replicated|must be partial",
-                    mt_reduce_scatter_rows_to_sequence_region(r.ctx, r.grid.tp, whole, part, 0, 2));
+                    "mt_reduce_scatter_ranks_to_sequence_region: x is replicated|must be partial",
+                    mt_reduce_scatter_ranks_to_sequence_region(r.ctx, r.grid.tp, whole, part, 0, 2));
             ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, rows, MT_PARTIAL));
         }
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, mt_tensor_rows(whole, 8, 4), MT_REPLICATED));
         ASSERT_STATUS(r.ctx, MT_SUCCESS,
-                      mt_reduce_scatter_rows_to_sequence_region(r.ctx, r.grid.tp, whole, part, 0, 2));
-        check_is(&r, mt_tensor_rows(part, 0, 2), MT_SPLIT_ROWS);
-        check_is(&r, mt_tensor_rows(part, 2, 2), MT_PARTIAL);
+                      mt_reduce_scatter_ranks_to_sequence_region(r.ctx, r.grid.tp, whole, part, 0, 2));
+        check_is(&r, part, rank < 2 ? MT_SPLIT_ROWS : MT_REPLICATED);
+        check_is(&r, mt_tensor_rows(whole, rank == 0 ? 4 : 0, 4), MT_PARTIAL);
         test_paper_rank_close(&r);
     }
 }
@@ -2829,7 +2834,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(test_a_listener_is_told_of_each_call),
     cmocka_unit_test(test_a_listener_is_told_of_communication),
     cmocka_unit_test(test_a_listener_of_one_rank),
-    cmocka_unit_test(test_chunks_of_rows),
+    cmocka_unit_test(test_chunks_of_ranks),
     cmocka_unit_test(test_data_ranks),
     cmocka_unit_test(test_a_partial_sum_does_not_travel),
     cmocka_unit_test(test_downloads),

@@ -5,6 +5,8 @@
 #include "mt_comm.h"
 #include "mt_test.h"
 
+#include <limits.h>
+
 static mt_context_desc small(void) {
     mt_context_desc d;
     memset(&d, 0, sizeof d);
@@ -801,52 +803,135 @@ static mt_status conjugate_adjoints(mt_context *ctx, mt_comm *comm) {
                    TOKENS / n, WIDTH, 0);
 }
 
-/* Chunks of 3 rows, 1 row and the remaining rows give the values of the whole calls. Each chunk counts as one call in
-   the ledger. */
-static mt_status in_chunks(mt_context *ctx, mt_comm *comm) {
-    static const int64_t first[] = {0, 3, 4, 9};
-    int size = mt_comm_size(comm), i;
+/* What a whole call and its chunks give: y of a reduce-scatter, of a gather and of an all-reduce. */
+typedef struct chunked {
     mt_tensor whole, part, y[3], want[3];
-    mt_ledger before = mt_comm_ledger(comm), by_one, by_chunks;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, 9 * size, 5, &whole));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, 9, 5, &part));
-    for (i = 0; i < 3; i++) {
-        MT_TRY(mt_arena_tensor(ctx, MT_F32, i == 1 ? 9 * size : 9, 5, &y[i]));
-        MT_TRY(mt_arena_tensor(ctx, MT_F32, y[i].rows, 5, &want[i]));
+} chunked;
+
+/* Fills the operands, with blocks of rows x 5, and runs the whole calls. */
+static mt_status chunked_open(mt_context *ctx, mt_comm *comm, int64_t rows, chunked *c) {
+    int size = mt_comm_size(comm);
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, rows * size, 5, &c->whole));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, rows, 5, &c->part));
+    for (int i = 0; i < 3; i++) {
+        MT_TRY(mt_arena_tensor(ctx, MT_F32, i == 1 ? rows * size : rows, 5, &c->y[i]));
+        MT_TRY(mt_arena_tensor(ctx, MT_F32, c->y[i].rows, 5, &c->want[i]));
+        memset(c->y[i].data, 0x55, (size_t)c->y[i].rows * 5 * sizeof(float));
     }
-    fill(whole.data, MT_F32, 1, mt_comm_rank(comm), (size_t)size * 45);
-    fill(part.data, MT_F32, 2, mt_comm_rank(comm), 45);
-    memcpy(y[2].data, part.data, 45 * sizeof(float));
-    memcpy(want[2].data, part.data, 45 * sizeof(float));
-    MT_TRY(mt_declare(ctx, NULL, whole, MT_UNDECLARED)); /* check mode does not see who has written them */
-    MT_TRY(mt_declare(ctx, NULL, part, MT_UNDECLARED));
-    MT_TRY(mt_declare(ctx, NULL, y[2], MT_UNDECLARED));
-    MT_TRY(mt_declare(ctx, NULL, want[2], MT_UNDECLARED));
-    MT_TRY(mt_reduce_scatter_to_sequence_region(ctx, comm, whole, want[0]));
-    MT_TRY(mt_gather_from_sequence_region(ctx, comm, part, want[1]));
-    MT_TRY(mt_reduce_from_tensor_region_forward(ctx, comm, want[2]));
+    fill(c->whole.data, MT_F32, 1, mt_comm_rank(comm), (size_t)(size * rows * 5));
+    fill(c->part.data, MT_F32, 2, mt_comm_rank(comm), (size_t)rows * 5);
+    memcpy(c->y[2].data, c->part.data, (size_t)rows * 5 * sizeof(float));
+    memcpy(c->want[2].data, c->part.data, (size_t)rows * 5 * sizeof(float));
+    MT_TRY(mt_declare(ctx, NULL, c->whole, MT_UNDECLARED)); /* check mode does not see who has written them */
+    MT_TRY(mt_declare(ctx, NULL, c->part, MT_UNDECLARED));
+    MT_TRY(mt_declare(ctx, NULL, c->y[2], MT_UNDECLARED));
+    MT_TRY(mt_declare(ctx, NULL, c->want[2], MT_UNDECLARED));
+    MT_TRY(mt_reduce_scatter_to_sequence_region(ctx, comm, c->whole, c->want[0]));
+    MT_TRY(mt_gather_from_sequence_region(ctx, comm, c->part, c->want[1]));
+    return mt_reduce_from_tensor_region_forward(ctx, comm, c->want[2]);
+}
+
+/* Chunks of the ranks' parts, and of rows, give the values of the whole calls. All chunks together count as one call in
+   the ledger. Large blocks are not sent with the headers. */
+static mt_status in_chunks(mt_context *ctx, mt_comm *comm, int64_t rows, int count) {
+    int size = mt_comm_size(comm);
+    mt_ledger before = mt_comm_ledger(comm), by_one, by_chunks;
+    chunked c;
+    MT_TRY(chunked_open(ctx, comm, rows, &c));
     by_one = mt_comm_ledger(comm);
-    for (i = 0; i < 3; i++) { /* on a CPU, begin and end do nothing */
-        int64_t rows = first[i + 1] - first[i];
+    for (int i = 0; i < count; i++) { /* on a CPU, begin and end do nothing */
+        int first = size * i / count, ranks = size * (i + 1) / count - first;
+        int64_t row = rows * i / count, n = rows * (i + 1) / count - row;
         MT_TRY(mt_overlap_begin(ctx, comm, MT_STREAM_SECOND));
-        MT_TRY(mt_reduce_scatter_rows_to_sequence_region(ctx, comm, whole, y[0], first[i], rows));
-        MT_TRY(mt_gather_rows_from_sequence_region(ctx, comm, part, y[1], first[i], rows));
-        MT_TRY(mt_overlap_end(ctx, i, mt_reduce_rows_from_tensor_region(ctx, comm, y[2], first[i], rows)));
+        MT_TRY(mt_reduce_scatter_ranks_to_sequence_region(ctx, comm, c.whole, c.y[0], first, ranks));
+        MT_TRY(mt_gather_ranks_from_sequence_region(ctx, comm, c.part, c.y[1], first, ranks));
+        MT_TRY(mt_overlap_end(ctx, i, mt_reduce_rows_from_tensor_region(ctx, comm, c.y[2], row, n)));
         MT_TRY(mt_overlap_wait(ctx, i));
     }
     MT_TRY(mt_overlap_wait_all(ctx));
     by_chunks = mt_comm_ledger(comm);
-    for (i = 0; i < 3; i++) CHECK(memcmp(y[i].data, want[i].data, (size_t)y[i].rows * 5 * sizeof(float)) == 0);
-    for (i = 0; i < MT_COLLECTIVE_COUNT; i++) {
+    for (int i = 0; i < 3; i++)
+        CHECK(memcmp(c.y[i].data, c.want[i].data, (size_t)c.y[i].rows * 5 * sizeof(float)) == 0);
+    for (int i = 0; i < MT_COLLECTIVE_COUNT; i++) {
         CHECK(by_chunks.calls[i] - by_one.calls[i] == by_one.calls[i] - before.calls[i]);
         CHECK(by_chunks.bytes[i] - by_one.bytes[i] == by_one.bytes[i] - before.bytes[i]);
     }
+    return MT_SUCCESS;
+}
+
+/* A chunk writes the blocks of its ranks alone. In place, this rank's part is its block of the whole tensor. */
+static mt_status one_chunk(mt_context *ctx, mt_comm *comm, int rows) {
+    int size = mt_comm_size(comm), rank = mt_comm_rank(comm), first = size / 2, n = 5 * rows;
+    mt_tensor whole, part;
+    float *all;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, rows * size, 5, &whole));
+    all = (float *)whole.data;
+    part = mt_tensor_rows(whole, rows * rank, rows);
+    for (int i = 0; i < n * size; i++) all[i] = i / n == rank ? (float)(n * rank + i % n) : -1.0f;
+    MT_TRY(mt_declare(ctx, NULL, whole, MT_UNDECLARED));
+    MT_TRY(mt_gather_ranks_from_sequence_region(ctx, comm, part, whole, first, size - first));
+    for (int i = 0; i < n * size; i++) CHECK(all[i] == (i / n == rank || i / n >= first ? (float)i : -1.0f));
+    for (int i = 0; i < n * size; i++) all[i] = (float)i;
+    MT_TRY(mt_declare(ctx, NULL, whole, MT_UNDECLARED));
+    MT_TRY(mt_reduce_scatter_ranks_to_sequence_region(ctx, comm, whole, part, first, size - first));
+    for (int i = 0; i < n * size; i++) CHECK(all[i] == (float)(i / n == rank && rank >= first ? i * size : i));
+    return MT_SUCCESS;
+}
+
+/* The memory that the last collective of this rank has written, as it tells the layers. */
+static __thread const char *written;
+static __thread size_t written_bytes;
+
+static void keep_written(mt_context *ctx, const void *data, size_t bytes, int gone) {
+    (void)ctx;
+    if (!gone && bytes) written = (const char *)data, written_bytes = bytes;
+}
+
+static mt_status chunks_tell(mt_context *ctx, mt_comm *comm) {
+    int size = mt_comm_size(comm), first = size - 1;
+    size_t block = 45 * sizeof(float);
+    chunked c;
+    if (size == 1) return MT_SUCCESS;
+    MT_TRY(chunked_open(ctx, comm, 9, &c));
+    mt_context_set_forget(ctx, keep_written);
+    MT_TRY(mt_gather_ranks_from_sequence_region(ctx, comm, c.part, c.y[1], first, 1));
+    CHECK(written == (char *)c.y[1].data + block * (size_t)first && written_bytes == block);
+    written = NULL;
+    MT_TRY(mt_reduce_scatter_ranks_to_sequence_region(ctx, comm, c.whole, c.y[0], first, 1));
+    CHECK(written == (mt_comm_rank(comm) == first ? (char *)c.y[0].data : NULL));
+    mt_context_set_forget(ctx, NULL);
+    return MT_SUCCESS;
+}
+
+/* On every rank x and y overlap, and not as in place. A rank whose block is not in the chunk sees it, too. */
+static mt_status chunks_overlap(mt_context *ctx, mt_comm *comm) {
+    int size = mt_comm_size(comm), other = (mt_comm_rank(comm) + 1) % size;
+    mt_tensor whole;
+    if (size == 1) return MT_SUCCESS;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 3 * size, 5, &whole));
+    MT_TRY(mt_declare(ctx, NULL, whole, MT_UNDECLARED));
+    CHECK(mt_gather_ranks_from_sequence_region(ctx, comm, mt_tensor_rows(whole, 3 * other, 3), whole, 0, 1) ==
+          MT_ERR_ARGUMENT);
+    CHECK(strstr(mt_last_error(ctx), "overlap"));
+    return mt_reduce_scatter_ranks_to_sequence_region(ctx, comm, whole, mt_tensor_rows(whole, 3 * other, 3), 0, 1) ==
+                   MT_ERR_ARGUMENT
+               ? MT_SUCCESS
+               : MT_ERR_DATA;
+}
+
+static mt_status chunks_refused(mt_context *ctx, mt_comm *comm) {
+    int size = mt_comm_size(comm);
+    chunked c;
+    MT_TRY(chunked_open(ctx, comm, 9, &c));
     CHECK(mt_overlap_end(ctx, 0, MT_ERR_DATA) == MT_ERR_DATA);
-    CHECK(mt_gather_rows_from_sequence_region(ctx, comm, part, y[1], 4, 6) == MT_ERR_SHAPE);
-    CHECK(strstr(mt_last_error(ctx), "rows [4, 4 + 6) of 9"));
-    CHECK(mt_reduce_scatter_rows_to_sequence_region(ctx, comm, whole, y[0], -1, 2) == MT_ERR_SHAPE);
-    CHECK(mt_reduce_rows_from_tensor_region(ctx, comm, y[2], 0, 10) == MT_ERR_SHAPE);
-    CHECK(mt_reduce_scatter_rows_to_sequence_region(ctx, comm, part, y[0], 0, 1) ==
+    CHECK(mt_gather_ranks_from_sequence_region(ctx, comm, c.part, c.y[1], size, 1) == MT_ERR_ARGUMENT);
+    CHECK(strstr(mt_last_error(ctx), "mt_gather_ranks_from_sequence_region: ranks ["));
+    CHECK(mt_gather_ranks_from_sequence_region(ctx, comm, c.part, c.y[1], 0, 0) == MT_ERR_ARGUMENT);
+    CHECK(mt_gather_ranks_from_sequence_region(ctx, comm, c.part, c.y[1], 1, INT_MAX) == MT_ERR_ARGUMENT);
+    CHECK(mt_reduce_scatter_ranks_to_sequence_region(ctx, comm, c.whole, c.y[0], -1, 2) == MT_ERR_ARGUMENT);
+    CHECK(mt_reduce_rows_from_tensor_region(ctx, comm, c.y[2], 0, 10) == MT_ERR_SHAPE);
+    CHECK(strstr(mt_last_error(ctx), "rows [0, 0 + 10) of 9"));
+    CHECK(mt_reduce_scatter_ranks_to_sequence_region(ctx, comm, c.part, c.y[0], 0, 1) ==
           (size == 1 ? MT_SUCCESS : MT_ERR_SHAPE));
     CHECK(mt_overlap_begin(ctx, NULL, 1) == MT_ERR_ARGUMENT);
     return MT_SUCCESS;
@@ -860,7 +945,16 @@ static mt_status conjugate_rank(mt_comm *world, void *user) {
     MT_TRY(mt_context_create(world, &d, &ctx));
     status = conjugate_values(ctx, world);
     MT_KEEP(status, conjugate_adjoints(ctx, world));
-    MT_KEEP(status, in_chunks(ctx, world));
+    MT_KEEP(status, chunks_refused(ctx, world));
+    MT_KEEP(status, chunks_overlap(ctx, world));
+    MT_KEEP(status, chunks_tell(ctx, world));
+    for (int count = 1; count <= mt_comm_size(world) && count <= 3; count++)
+        for (int large = 0; large < 2; large++) {
+            size_t mark = mt_arena_mark(ctx);
+            MT_KEEP(status, in_chunks(ctx, world, large ? 1001 : 9, count));
+            MT_KEEP(status, one_chunk(ctx, world, large ? 1001 : 3));
+            mt_arena_release(ctx, mark);
+        }
     mt_context_destroy(ctx);
     return status;
 }

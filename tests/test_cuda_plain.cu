@@ -237,8 +237,74 @@ static void test_layers_of_tensors_are_the_layers(void **state) {
             }
 }
 
+/* ---- how many operators a layer has, on paper -------------------------------------------------------------------- */
+
+typedef struct layer_work {
+    int products, operators, overlaps; /* operators: with products, attention and collectives */
+    int64_t least_rows;                /* of a product of activations and a weight */
+} layer_work;
+
+/* Counts the work of one transformer layer on 8 ranks that are planned for GPUs: 8192 tokens, hidden 4096, bf16. */
+static layer_work work_of_layer(int sequence_parallel, int chunks) {
+    mt_context_desc where;
+    mt_grid_desc shape;
+    mt_transformer_layer_desc d;
+    mt_parallel_options options;
+    mt_transformer_layer layer;
+    mt_transformer_layer_saved saved;
+    mt_batch batch;
+    mt_trace trace;
+    mt_tensor t[4];
+    layer_work work;
+    test_rank r;
+    memset(&where, 0, sizeof where), memset(&shape, 0, sizeof shape), memset(&d, 0, sizeof d);
+    memset(&options, 0, sizeof options), memset(&batch, 0, sizeof batch), memset(&work, 0, sizeof work);
+    where.device = MT_DEVICE_META, where.planned = MT_DEVICE_CUDA, where.arena_bytes = (size_t)1 << 34;
+    shape.tp = 8, d.hidden = 4096, d.heads = 32, d.sequence_parallel = sequence_parallel;
+    batch.sequences = 4, batch.seq = 2048, options.overlap_chunks = chunks;
+    test_paper_rank(8, 1, shape, &where, &r);
+    mt_context *c = r.ctx;
+    ASSERT_STATUS(c, MT_SUCCESS, mt_parallel_set_options(c, &options));
+    ASSERT_STATUS(c, MT_SUCCESS, mt_params_set_dtype(c, r.params, MT_BF16));
+    ASSERT_STATUS(c, MT_SUCCESS, mt_transformer_layer_create(c, r.params, "layer", &d, &layer));
+    ASSERT_STATUS(c, MT_SUCCESS, mt_params_init(c, r.params, 1));
+    ASSERT_STATUS(c, MT_SUCCESS, mt_params_zero_grad(c, r.params));
+    for (int i = 0; i < 4; i++)
+        ASSERT_STATUS(c, MT_SUCCESS, mt_arena_tensor(c, MT_BF16, sequence_parallel ? 1024 : 8192, 4096, &t[i]));
+    ASSERT_STATUS(c, MT_SUCCESS, mt_context_take_trace(c, &trace));
+    mt_trace_free(&trace);
+    ASSERT_STATUS(c, MT_SUCCESS, mt_transformer_layer_forward(c, &layer, &batch, t[0], t[1], &saved));
+    ASSERT_STATUS(c, MT_SUCCESS, mt_transformer_layer_backward(c, &layer, t[2], t[3], &saved));
+    ASSERT_STATUS(c, MT_SUCCESS, mt_context_take_trace(c, &trace));
+    work.least_rows = 8192;
+    for (size_t i = 0; i < trace.count; i++) {
+        const mt_trace_entry *e = &trace.entries[i];
+        work.products += e->work == MT_WORK_GEMM;
+        work.operators += e->work <= MT_WORK_COMMUNICATION;
+        work.overlaps += e->work == MT_WORK_OVERLAP_BEGIN;
+        if (e->work == MT_WORK_GEMM && e->k != 8192 && e->m < work.least_rows) work.least_rows = e->m;
+    }
+    mt_trace_free(&trace);
+    test_paper_rank_close(&r);
+    return work;
+}
+
+/* A chunk is one product, of many rows, and sequence parallelism does not change that. */
+static void test_few_large_products(void **state) {
+    layer_work whole = work_of_layer(1, 1), chunks = work_of_layer(1, 0), most = work_of_layer(1, 8);
+    layer_work all_reduce = work_of_layer(0, 0);
+    (void)state;
+    assert_int_equal(whole.products, 12);
+    assert_true(chunks.products == 12 + 6 && chunks.operators <= 60 && chunks.least_rows == 4096);
+    assert_int_equal(chunks.overlaps, whole.overlaps + 6 * 2); /* each gather and reduce-scatter beside a product */
+    assert_true(most.products == 12 + 6 * 7 && most.least_rows == 1024);
+    assert_true(all_reduce.products == 12 + 2 * 3 && all_reduce.least_rows == 2048);
+    assert_true(all_reduce.operators <= 60);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_few_large_products),
         cmocka_unit_test(test_layers_of_tensors_are_the_layers),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

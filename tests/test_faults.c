@@ -122,6 +122,8 @@ enum {
     OTHER_OP,
     OTHER_ROOT,
     OTHER_SCATTER,
+    OTHER_BLOCKS,
+    OTHER_SUMS,
     BARRIER_INSTEAD,
     SPLIT_INSTEAD
 };
@@ -138,6 +140,12 @@ static mt_status differ(mt_context *ctx, mt_comm *comm, int kind, void *a, void 
     case OTHER_ROOT: return mt_broadcast(ctx, comm, a, b, 8, MT_F32, odd ? 1 : 0);
     case OTHER_SCATTER:
         return odd ? mt_reduce_scatter(ctx, comm, a, b, 2, MT_F32, MT_SUM) : mt_all_gather(ctx, comm, a, b, 2, MT_F32);
+    case OTHER_BLOCKS:
+        return mt_gather_ranks_from_sequence_region(ctx, comm, mt_tensor_f32(a, 1, 4),
+                                                    mt_tensor_f32(b, mt_comm_size(comm), 4), odd ? 1 : 0, 1);
+    case OTHER_SUMS:
+        return mt_reduce_scatter_ranks_to_sequence_region(ctx, comm, mt_tensor_f32(a, mt_comm_size(comm), 4),
+                                                          mt_tensor_f32(b, 1, 4), odd ? 1 : 0, 1);
     case BARRIER_INSTEAD: return odd ? mt_barrier(ctx, comm) : mt_all_reduce(ctx, comm, a, b, 0, MT_F32, MT_SUM);
     default: return odd ? mt_comm_split(comm, 0, 0, &out) : mt_barrier(ctx, comm);
     }
@@ -170,6 +178,9 @@ static void test_different_calls(void **state) {
         {"called all_reduce(count 8, f32, sum)", "rank 1 called all_reduce(count 8, f32, max)"},
         {"called broadcast(count 8, f32, root 0)", "rank 1 called broadcast(count 8, f32, root 1)"},
         {"called all_gather(count 2, f32)", "rank 1 called reduce_scatter(count 2, f32, sum)"},
+        {"called all_gather(count 4, f32, block of rank 0)", "rank 1 called all_gather(count 4, f32, block of rank 1)"},
+        {"called reduce_scatter(count 4, f32, sum, block of rank 0)",
+         "rank 1 called reduce_scatter(count 4, f32, sum, block of rank 1)"},
         {"called all_reduce(count 0, f32, sum)", "rank 1 called barrier"},
         {"called barrier", "rank 1 called split"},
     };

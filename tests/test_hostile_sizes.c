@@ -321,10 +321,10 @@ static void call_collectives(hostile *h, int64_t a, int64_t b, int64_t c) {
     said(h, mt_scatter_to_sequence_region(h->ctx, comm, view32(h, all, b), view32(h, a, b)));
     said(h, mt_gather_from_sequence_region(h->ctx, comm, view32(h, a, b), view32(h, all, b)));
     said(h, mt_reduce_scatter_to_sequence_region(h->ctx, comm, view32(h, all, b), view32(h, a, b)));
-    said(h, mt_gather_rows_from_sequence_region(h->ctx, comm, view32(h, a, b), view32(h, all, b), size_of(h, 0),
-                                                size_of(h, 1)));
-    said(h, mt_reduce_scatter_rows_to_sequence_region(h->ctx, comm, view32(h, all, b), view32(h, a, b), size_of(h, 0),
-                                                      size_of(h, 1)));
+    said(h, mt_gather_ranks_from_sequence_region(h->ctx, comm, view32(h, a, b), view32(h, all, b), int_of(h, 0),
+                                                 int_of(h, 1)));
+    said(h, mt_reduce_scatter_ranks_to_sequence_region(h->ctx, comm, view32(h, all, b), view32(h, a, b), int_of(h, 0),
+                                                       int_of(h, 1)));
     said(h, mt_reduce_rows_from_tensor_region(h->ctx, comm, view32(h, a, b), size_of(h, 0), size_of(h, 1)));
 }
 

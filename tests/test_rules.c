@@ -471,15 +471,18 @@ MOVES_TO(scatter_to_sequence_region)
 MOVES_TO(gather_from_sequence_region)
 MOVES_TO(reduce_scatter_to_sequence_region)
 
-/* The same in two chunks of rows. */
-static mt_status run_gather_rows_from_sequence_region(const call *c) {
-    MT_TRY(mt_gather_rows_from_sequence_region(c->ctx, c->comm, T(0), T(1), 0, 1));
-    return mt_gather_rows_from_sequence_region(c->ctx, c->comm, T(0), T(1), 1, T(0).rows - 1);
+/* The same in two chunks: the first rank, and the others. */
+static mt_status run_gather_ranks_from_sequence_region(const call *c) {
+    int size = mt_comm_size(c->comm);
+    MT_TRY(mt_gather_ranks_from_sequence_region(c->ctx, c->comm, T(0), T(1), 0, 1));
+    return size == 1 ? MT_SUCCESS : mt_gather_ranks_from_sequence_region(c->ctx, c->comm, T(0), T(1), 1, size - 1);
 }
 
-static mt_status run_reduce_scatter_rows_to_sequence_region(const call *c) {
-    MT_TRY(mt_reduce_scatter_rows_to_sequence_region(c->ctx, c->comm, T(0), T(1), 0, 1));
-    return mt_reduce_scatter_rows_to_sequence_region(c->ctx, c->comm, T(0), T(1), 1, T(1).rows - 1);
+static mt_status run_reduce_scatter_ranks_to_sequence_region(const call *c) {
+    int size = mt_comm_size(c->comm);
+    MT_TRY(mt_reduce_scatter_ranks_to_sequence_region(c->ctx, c->comm, T(0), T(1), 0, 1));
+    return size == 1 ? MT_SUCCESS
+                     : mt_reduce_scatter_ranks_to_sequence_region(c->ctx, c->comm, T(0), T(1), 1, size - 1);
 }
 
 static mt_status run_reduce_rows_from_tensor_region(const call *c) {
@@ -707,8 +710,8 @@ static const entry communication[] = {
     MOVE_TO(scatter_to_sequence_region),
     MOVE_TO(gather_from_sequence_region),
     MOVE_TO(reduce_scatter_to_sequence_region),
-    MOVE_TO(gather_rows_from_sequence_region),
-    MOVE_TO(reduce_scatter_rows_to_sequence_region),
+    MOVE_TO(gather_ranks_from_sequence_region),
+    MOVE_TO(reduce_scatter_ranks_to_sequence_region),
     MOVE(reduce_rows_from_tensor_region, "y"),
     MOVE(all_reduce, "x"),
     /* these know only memory: a share of the columns would be gathered as rows */

@@ -36,7 +36,7 @@ static void mti_checker_destroy(mt_context *ctx) {
 
 static const mti_hooks mti_check_hooks = {
     mti_memory_allocated, mti_memory_freed, mti_memory_reused,     mti_collective_check, mti_p2p_check,
-    mti_region_check,     mti_rows_check,   mti_collective_passed, mti_replicas_destroy, mti_checker_destroy};
+    mti_region_check,     mti_ranks_check,  mti_collective_passed, mti_replicas_destroy, mti_checker_destroy};
 
 static mt_status mti_checker_create(mt_context *ctx, int check) {
     ctx->checker = (mti_checker *)mt_host_alloc(sizeof *ctx->checker);

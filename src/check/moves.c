@@ -311,29 +311,31 @@ static mt_status mti_p2p_check(mt_context *ctx, const mti_call *call) {
     return mti_forget_view(ctx, mt_tensor_make(call->recv, call->dtype, 1, (int64_t)call->recvcount));
 }
 
-/* The rule of mt_gather_rows_from_sequence_region, or of mt_reduce_scatter_rows_to_sequence_region, for the same rows
-   of each block of the whole view. A block has as many rows as this rank's part. This rank's block is the last one,
-   because it may be the memory of the part. The listener is told of it alone, and the part that a gather reads is
-   hashed with it alone. */
-static mt_status mti_rows_check(mt_context *ctx, const mt_comm *comm, int gathers, const char *where, mt_tensor x,
-                                mt_tensor y, int64_t first, int64_t rows) {
+/* The rule of mt_gather_ranks_from_sequence_region, or of mt_reduce_scatter_ranks_to_sequence_region, for the block of
+   each rank of [first, first + ranks) in the whole view. A block has as many rows as this rank's part. This rank's
+   block comes last, because it may be the memory of the part: in place, a gather has made the part replicated in an
+   earlier chunk. The listener is told of one block: this rank's, or that of `first` when this rank has none in the
+   call. The part that a gather reads is hashed with this rank's block alone. */
+static mt_status mti_ranks_check(mt_context *ctx, const mt_comm *comm, int gathers, const char *where, mt_tensor x,
+                                 mt_tensor y, int first, int ranks) {
     mt_check_listener listener;
     struct mti_replicas *replicas;
+    mt_tensor part = gathers ? x : y, whole = gathers ? y : x;
     mt_status status = MT_SUCCESS;
-    int i;
+    int i, has_mine = comm->rank >= first && comm->rank < first + ranks, last = has_mine ? comm->rank : first;
+    int gathered = comm->rank < first && mt_tensor_rows(whole, comm->rank * part.rows, 1).data == part.data;
     if (!mt_check_mode(ctx)) return MT_SUCCESS;
     listener = ctx->checker->listener;
     replicas = ctx->checker->replicas;
-    for (i = 1; i <= comm->size && status == MT_SUCCESS; i++) {
-        int block = (comm->rank + i) % comm->size;
-        mt_tensor part = mt_tensor_rows(gathers ? x : y, first, rows);
-        mt_tensor piece = mt_tensor_rows(gathers ? y : x, block * (gathers ? x : y).rows + first, rows);
-        ctx->checker->listener = i == comm->size ? listener : NULL;
-        ctx->checker->replicas = !gathers || i == comm->size ? replicas : NULL;
-        if (gathers) status = mti_region_check(ctx, comm, where, 'r', 'R', 0, "x", part, piece);
+    for (i = 1; i <= ranks && status == MT_SUCCESS; i++) {
+        int rank = first + (last - first + i) % ranks, mine = rank == comm->rank;
+        mt_tensor block = mt_tensor_rows(whole, rank * part.rows, part.rows);
+        ctx->checker->listener = i == ranks ? listener : NULL;
+        ctx->checker->replicas = !gathers || mine ? replicas : NULL;
+        if (gathers) status = mti_region_check(ctx, comm, where, gathered ? 'R' : 'r', 'R', 0, "x", part, block);
         else
-            status = mti_region_check(ctx, comm, where, 'P', 'r', 0, "x", piece,
-                                      i == comm->size ? part : mt_tensor_rows(part, 0, 0));
+            status =
+                mti_region_check(ctx, comm, where, 'P', 'r', 0, "x", block, mine ? part : mt_tensor_rows(part, 0, 0));
     }
     ctx->checker->listener = listener;
     ctx->checker->replicas = replicas;

@@ -236,15 +236,18 @@ MT_API void mt_trace_recompute(mt_context *ctx, int recomputes);
 MT_API void mt_comm_set_span(mt_comm *comm, int span);
 
 /* These three do the work of mt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region and
-   mt_reduce_from_tensor_region_forward in several calls, one for each chunk of rows. Every call gets the whole views x
-   and y, as those functions do. When the smaller view of gather and reduce_scatter has n rows, a call handles its rows
-   [first, first + rows), which are rows r * n + first to r * n + first + rows - 1 of the larger view for each rank r.
-   reduce handles rows [first, first + rows) of y. All ranks use the same chunks. The first one has first == 0, each
-   further one begins where the previous one ends, and together they have all rows. The ledger counts all chunks
-   together as one call. */
-MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
-                                                     int64_t first, int64_t rows);
-MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
-                                                           int64_t first, int64_t rows);
+   mt_reduce_from_tensor_region_forward in several calls, one for each chunk, so that a product of one chunk can run
+   while the next one is sent. Every call gets the whole views x and y, as those functions do, also in place. All ranks
+   make each call with the same chunk. The first chunk has first == 0, each further one begins where the previous one
+   ends, and together they have all ranks or rows. The ledger counts all chunks together as one call.
+     gather, reduce_scatter  handle the parts of ranks [first, first + ranks), which are neighbouring rows of the larger
+                             view. gather writes these parts to y on every rank, reduce_scatter writes y on these ranks
+                             only. Over NCCL a chunk is a group of broadcasts or reduces, one for each of its ranks.
+     reduce                  handles rows [first, first + rows) of y.
+   MT_ERR_ARGUMENT: there are no such ranks. MT_ERR_SHAPE: there are no such rows. */
+MT_API mt_status mt_gather_ranks_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
+                                                      int first, int ranks);
+MT_API mt_status mt_reduce_scatter_ranks_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
+                                                            int first, int ranks);
 MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor y, int64_t first,
                                                    int64_t rows);

@@ -43,9 +43,15 @@ static int mti_is_p2p(const mti_call *call) {
     return call->kind == MT_SEND || call->kind == MT_RECV || call->kind == MTI_SEND_RECV;
 }
 
-/* Number of elements from the start of the first rank's block to the end of the last rank's block. */
-static size_t mti_all_blocks(const mt_comm *comm, const mti_call *call) {
-    return call->stride * (size_t)(comm->size - 1) + call->count;
+/* Returns 1 when the block of a rank is one of those that an all_gather or a reduce_scatter moves. */
+static int mti_has_block(const mti_call *call, int rank) {
+    return !call->ranks || (rank >= call->first && rank < call->first + call->ranks);
+}
+
+/* Returns how many blocks a call moves: one, or one for each rank of an all_gather or a reduce_scatter. */
+static size_t mti_blocks(const mt_comm *comm, const mti_call *call) {
+    if (call->kind != MT_ALL_GATHER && call->kind != MT_REDUCE_SCATTER) return 1;
+    return (size_t)(call->ranks ? call->ranks : comm->size);
 }
 
 /* mti_send_elements and mti_recv_elements return the number of elements of this rank's send and receive buffers. */
@@ -53,13 +59,15 @@ static size_t mti_send_elements(const mt_comm *comm, const mti_call *call) {
     if (call->kind == MT_BARRIER || call->kind == MT_RECV) return 0;
     if (call->kind == MT_BROADCAST && call->root != comm->rank) return 0;
     if (mti_is_p2p(call) && call->root < 0) return 0;
-    return call->kind == MT_REDUCE_SCATTER ? mti_all_blocks(comm, call) : call->count;
+    if (call->kind == MT_REDUCE_SCATTER) return call->count * (size_t)comm->size;
+    return mti_has_block(call, comm->rank) ? call->count : 0;
 }
 
 static size_t mti_recv_elements(const mt_comm *comm, const mti_call *call) {
     if (call->kind == MT_BARRIER || call->kind == MT_SEND) return 0;
     if (mti_is_p2p(call)) return call->source < 0 ? 0 : call->recvcount;
-    return call->kind == MT_ALL_GATHER ? mti_all_blocks(comm, call) : call->count;
+    if (call->kind == MT_ALL_GATHER) return call->count * (size_t)comm->size;
+    return mti_has_block(call, comm->rank) ? call->count : 0;
 }
 
 #define MTI_DTYPES "MT_F32, MT_BF16, MT_F16, MT_I32 or MT_U8"
@@ -122,12 +130,16 @@ static mt_status mti_check_buffer(mt_context *ctx, mt_comm *comm, const mti_call
     return MT_SUCCESS;
 }
 
-/* Refuses buffers that overlap in another way than NCCL's in-place rule (see "collectives" in the API). */
+/* Refuses buffers that overlap in another way than NCCL's in-place rule (see "collectives" in the API). A chunk of a
+   call has the buffers of the whole call, also on a rank whose block is not in it. */
 static mt_status mti_check_overlap(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    size_t element = mt_dtype_size(call->dtype), block = call->stride * element * (size_t)comm->rank;
+    size_t element = mt_dtype_size(call->dtype), block = call->count * element * (size_t)comm->rank, sent, received;
     uintptr_t send = (uintptr_t)call->send, recv = (uintptr_t)call->recv;
-    size_t sent = mti_send_elements(comm, call) * element, received = mti_recv_elements(comm, call) * element;
+    mti_call whole = *call;
     int self = call->kind == MTI_SEND_RECV && call->root == comm->rank;
+    whole.ranks = 0;
+    sent = mti_send_elements(comm, &whole) * element;
+    received = mti_recv_elements(comm, &whole) * element;
     if (sent == 0 || received == 0 || send >= recv + received || recv >= send + sent) return MT_SUCCESS;
     if (send == recv && (call->kind == MT_ALL_REDUCE || call->kind == MT_BROADCAST || self)) return MT_SUCCESS;
     if (call->kind == MT_ALL_GATHER && send == recv + block) return MT_SUCCESS;
@@ -475,18 +487,19 @@ static mt_status mti_move_all_reduce(mt_context *ctx, const mt_comm *comm, const
 
 /* In place, rank r writes block r of its own send buffer, which no other rank reads. */
 static mt_status mti_move_reduce_scatter(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
-    return mti_reduce_on(ctx, comm, call, call->stride * (size_t)comm->rank, call->count, 0);
+    if (!mti_has_block(call, comm->rank)) return MT_SUCCESS;
+    return mti_reduce_on(ctx, comm, call, call->count * (size_t)comm->rank, call->count, 0);
 }
 
 /* Rank r starts with block r, so that not all ranks read the same buffer at once. In place, rank r writes all blocks of
-   its buffer except block r, the only one that its peers read. */
+   its buffer that the call moves, except block r, the only one that its peers read. */
 static mt_status mti_move_all_gather(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
     size_t bytes = call->count * mt_dtype_size(call->dtype);
     int i;
     for (i = 0; i < comm->size; i++) {
         int from = (comm->rank + i) % comm->size;
-        char *to = (char *)call->recv + call->stride * mt_dtype_size(call->dtype) * (size_t)from;
-        MT_TRY(mti_bytes_copy(ctx, to, mti_slot_of(comm->group, from)->send, bytes));
+        char *to = (char *)call->recv + bytes * (size_t)from;
+        if (mti_has_block(call, from)) MT_TRY(mti_bytes_copy(ctx, to, mti_slot_of(comm->group, from)->send, bytes));
     }
     return MT_SUCCESS;
 }
@@ -509,17 +522,18 @@ static mt_status mti_move(mt_context *ctx, const mt_comm *comm, const mti_call *
 }
 
 /* A buffer of `whole` elements, divided into one piece per rank. Piece r begins at element stride * r and has n
-   elements, or fewer at the end of the buffer. */
+   elements, fewer at the end of the buffer, or none when the call does not move the block of rank r. */
 typedef struct mti_pieces {
     const char *from; /* the elements to reduce */
     char *to;         /* all results, at the same offsets; NULL: only this rank's result is needed */
     char *own;        /* this rank's result */
     size_t element, stride, n, whole;
+    const mti_call *call;
 } mti_pieces;
 
 static size_t mti_piece_size(const mti_pieces *p, int rank) {
     size_t first = p->stride * (size_t)rank;
-    if (first >= p->whole) return 0;
+    if (first >= p->whole || !mti_has_block(p->call, rank)) return 0;
     return p->whole - first < p->n ? p->whole - first : p->n;
 }
 
@@ -532,8 +546,9 @@ static size_t mti_pieces_next(const mt_comm *comm, const mti_call *call, size_t 
     if (chunk > call->count - done) chunk = call->count - done;
     p->element = mt_dtype_size(call->dtype);
     p->n = scatter ? chunk : ((chunk + ranks - 1) / ranks + line - 1) / line * line;
-    p->stride = scatter ? call->stride : p->n;
-    p->whole = scatter ? call->stride * ranks : chunk;
+    p->stride = scatter ? call->count : p->n;
+    p->whole = scatter ? call->count * ranks : chunk;
+    p->call = call;
     p->from = (const char *)call->send + done * p->element;
     p->to = scatter ? NULL : (char *)call->recv + done * p->element;
     p->own = scatter ? (char *)call->recv + done * p->element : p->to + p->stride * p->element * (size_t)comm->rank;
@@ -560,11 +575,19 @@ static mti_call mti_call_make(int kind, const void *send, void *recv, size_t cou
     call.dtype = dtype;
     call.send = send;
     call.recv = recv;
-    call.count = call.stride = count;
+    call.count = count;
     return call;
 }
 
 /* -- the collectives -- */
+
+/* Tells the layers which memory a collective has written. */
+static void mti_forget_received(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
+    size_t block = call->count * mt_dtype_size(call->dtype);
+    if (call->kind == MT_ALL_GATHER)
+        mti_notify_forgotten(ctx, (char *)call->recv + (size_t)call->first * block, mti_blocks(comm, call) * block, 0);
+    else if (mti_has_block(call, comm->rank)) mti_notify_forgotten(ctx, call->recv, block, 0);
+}
 
 /* Checks, runs and records a collective. Further chunks of a call add to its bytes, but not to the number of calls. */
 static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
@@ -574,12 +597,9 @@ static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_cal
     MT_TRY(MTI_HOOK(ctx, passed(ctx, comm, mti_call_name(call->kind))));
     if (call->kind == MT_BARRIER) MT_TRY(mti_check_recording(ctx)); /* waits on GPUs */
     MT_TRY((comm->transport->collective)(ctx, comm, call));
-    if (call->kind != MT_ALL_REDUCE || call->recv != call->send) {
-        size_t blocks = call->kind == MT_ALL_GATHER ? (size_t)comm->size : 1;
-        mti_notify_forgotten(ctx, call->recv, blocks * elements * mt_dtype_size(call->dtype), 0);
-    }
+    if (call->kind != MT_ALL_REDUCE || call->recv != call->send) mti_forget_received(ctx, comm, call);
     if (comm->size == 1) return MT_SUCCESS;
-    if (call->kind == MT_ALL_GATHER || call->kind == MT_REDUCE_SCATTER) elements *= (size_t)comm->size;
+    elements *= mti_blocks(comm, call);
     mti_record(comm, (mt_collective)call->kind, elements * mt_dtype_size(call->dtype));
     mti_trace_call(ctx, comm, call, (mt_collective)call->kind, elements * mt_dtype_size(call->dtype));
     comm->ledger.calls[call->kind] -= (uint64_t)call->goes_on;

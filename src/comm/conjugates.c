@@ -174,45 +174,53 @@ static mt_status mti_check_rows(mt_context *ctx, mt_comm *comm, const char *name
                       (long long)first, (long long)rows, (long long)part.rows);
 }
 
-/* A call on rows [first, first + rows) of this rank's part, and on the same rows of each block of the whole tensor. A
-   block has as many elements as `part`. */
-static mti_call mti_rows_call(int kind, mt_tensor send, mt_tensor recv, mt_tensor part, int64_t first, int64_t rows) {
-    mti_call call =
-        mti_call_make(kind, mt_tensor_rows(mti_dense(send), first, rows).data,
-                      mt_tensor_rows(mti_dense(recv), first, rows).data, (size_t)(rows * part.cols), part.dtype);
-    call.stride = mti_elements(part);
+static mt_status mti_check_ranks(mt_context *ctx, mt_comm *comm, const char *name, int first, int ranks) {
+    if (first >= 0 && ranks > 0 && first <= comm->size - ranks) return MT_SUCCESS;
+    return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: ranks [%d, %d + %d) of %d", name, first, first, ranks,
+                      comm->size);
+}
+
+/* A call on the blocks of ranks [first, first + ranks). A block has as many elements as `part`. */
+static mti_call mti_ranks_call(const mt_comm *comm, int kind, mt_tensor send, mt_tensor recv, mt_tensor part, int first,
+                               int ranks) {
+    mti_call call = mti_call_make(kind, send.data, recv.data, mti_elements(part), part.dtype);
+    call.first = first;
+    call.ranks = ranks == comm->size ? 0 : ranks;
     call.goes_on = first > 0;
     return call;
 }
 
-MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
-                                                     int64_t first, int64_t rows) {
+MT_API mt_status mt_gather_ranks_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
+                                                      int first, int ranks) {
     mti_call call;
-    MT_TRY(mti_check_views(ctx, comm, "gather_rows_from_sequence_region", x, y, 0, 1));
-    MT_TRY(mti_check_rows(ctx, comm, "gather_rows_from_sequence_region", x, first, rows));
-    call = mti_rows_call(MT_ALL_GATHER, x, y, x, first, rows);
-    MT_TRY(MTI_HOOK(ctx, rows(ctx, comm, 1, "mt_gather_rows_from_sequence_region", x, y, first, rows)));
-    MTI_WITHOUT_CHECKS(ctx, comm, "gather_rows_from_sequence_region",
+    MT_TRY(mti_check_views(ctx, comm, "gather_ranks_from_sequence_region", x, y, 0, 1));
+    MT_TRY(mti_check_ranks(ctx, comm, "gather_ranks_from_sequence_region", first, ranks));
+    call = mti_ranks_call(comm, MT_ALL_GATHER, x, y, x, first, ranks);
+    MT_TRY(MTI_HOOK(ctx, ranks(ctx, comm, 1, "mt_gather_ranks_from_sequence_region", x, y, first, ranks)));
+    MTI_WITHOUT_CHECKS(ctx, comm, "gather_ranks_from_sequence_region",
                        MT_RANGE("all_gather", mti_run_collective(ctx, comm, &call)));
 }
 
-MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
-                                                           int64_t first, int64_t rows) {
+MT_API mt_status mt_reduce_scatter_ranks_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
+                                                            int first, int ranks) {
     mti_call call;
-    MT_TRY(mti_check_views(ctx, comm, "reduce_scatter_rows_to_sequence_region", x, y, 1, 1));
-    MT_TRY(mti_check_rows(ctx, comm, "reduce_scatter_rows_to_sequence_region", y, first, rows));
-    call = mti_rows_call(MT_REDUCE_SCATTER, x, y, y, first, rows);
-    MT_TRY(MTI_HOOK(ctx, rows(ctx, comm, 0, "mt_reduce_scatter_rows_to_sequence_region", x, y, first, rows)));
-    MTI_WITHOUT_CHECKS(ctx, comm, "reduce_scatter_rows_to_sequence_region",
+    MT_TRY(mti_check_views(ctx, comm, "reduce_scatter_ranks_to_sequence_region", x, y, 1, 1));
+    MT_TRY(mti_check_ranks(ctx, comm, "reduce_scatter_ranks_to_sequence_region", first, ranks));
+    call = mti_ranks_call(comm, MT_REDUCE_SCATTER, x, y, y, first, ranks);
+    MT_TRY(MTI_HOOK(ctx, ranks(ctx, comm, 0, "mt_reduce_scatter_ranks_to_sequence_region", x, y, first, ranks)));
+    MTI_WITHOUT_CHECKS(ctx, comm, "reduce_scatter_ranks_to_sequence_region",
                        MT_RANGE("reduce_scatter", mti_run_collective(ctx, comm, &call)));
 }
 
 MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor y, int64_t first,
                                                    int64_t rows) {
+    void *data;
     mti_call call;
     MT_TRY(mti_check_view(ctx, comm, "reduce_rows_from_tensor_region", "y", y));
     MT_TRY(mti_check_rows(ctx, comm, "reduce_rows_from_tensor_region", y, first, rows));
-    call = mti_rows_call(MT_ALL_REDUCE, y, y, y, first, rows);
+    data = mt_tensor_rows(mti_dense(y), first, rows).data;
+    call = mti_call_make(MT_ALL_REDUCE, data, data, (size_t)(rows * y.cols), y.dtype);
+    call.goes_on = first > 0;
     MTI_REGION(ctx, comm, "mt_reduce_rows_from_tensor_region", 'P', 'R', 0, "y", mt_tensor_rows(y, first, rows),
                mt_tensor_rows(y, first, rows), MT_RANGE("all_reduce", mti_run_collective(ctx, comm, &call)));
 }

@@ -451,8 +451,14 @@ static mt_status mti_link_wait(mt_context *ctx, mt_comm *comm) {
 /* Returns how many bytes one rank contributes to the call; the same on all ranks. At most MTI_LINK_SMALL bytes travel
    with the header. */
 static size_t mti_link_bytes(const mt_comm *comm, const mti_call *call) {
-    size_t elements = call->kind == MT_BROADCAST ? call->count : mti_send_elements(comm, call);
-    return elements * mt_dtype_size(call->dtype);
+    if (call->kind == MT_BROADCAST || call->kind == MT_ALL_GATHER) return call->count * mt_dtype_size(call->dtype);
+    return mti_send_elements(comm, call) * mt_dtype_size(call->dtype);
+}
+
+/* Returns 1 when this rank has data that other ranks read. */
+static int mti_link_has_data(const mt_comm *comm, const mti_call *call) {
+    if (call->kind == MT_BROADCAST) return call->root == comm->rank;
+    return call->kind != MT_ALL_GATHER || mti_has_block(call, comm->rank);
 }
 
 /* Writes this rank's header, and up to MTI_LINK_SMALL bytes of data behind it. Returns the size of the message. */
@@ -474,13 +480,13 @@ static size_t mti_link_write(mt_comm *comm, const mti_call *call, size_t bytes) 
    rank's header. */
 static mt_status mti_link_enter(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     mti_link *m = comm->link;
-    int i, has_data = call->kind != MT_BROADCAST || call->root == comm->rank;
     size_t bytes;
+    int i;
     mt_status status;
     mti_link_listen(m->port);
     if (mti_is_broken(comm->group)) return mti_broken_before(ctx, comm, call);
     mti_publish(ctx, comm, call, MTI_IN_COLLECTIVE);
-    bytes = mti_link_write(comm, call, has_data ? mti_link_bytes(comm, call) : 0);
+    bytes = mti_link_write(comm, call, mti_link_has_data(comm, call) ? mti_link_bytes(comm, call) : 0);
     mti_link_begin(comm);
     for (i = 1; i < comm->size; i++) {
         int peer = (comm->rank + i) % comm->size;
@@ -542,10 +548,11 @@ static mt_status mti_link_all_gather(mt_context *ctx, mt_comm *comm, const mti_c
     mti_pieces p;
     memset(&p, 0, sizeof p);
     p.element = element;
-    p.stride = call->stride;
-    p.whole = call->stride * (size_t)comm->size;
+    p.call = call;
+    p.stride = call->count;
+    p.whole = call->count * (size_t)comm->size;
     mine = p.stride * element * (size_t)comm->rank;
-    mti_copy((char *)call->recv + mine, call->send, call->count * element);
+    if (mti_has_block(call, comm->rank)) mti_copy((char *)call->recv + mine, call->send, call->count * element);
     for (done = 0; done < call->count; done += p.n) {
         p.n = call->count - done < most ? call->count - done : most;
         p.to = (char *)call->recv + done * element;

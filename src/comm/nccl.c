@@ -521,17 +521,17 @@ static ncclResult_t mti_nccl_pair(mt_context *ctx, mt_comm *comm, const mti_call
     return mti_nccl_goes_on(result) ? end : result;
 }
 
-/* An all_gather or reduce_scatter whose blocks are not contiguous: one call per block, in one NCCL group. Rank r is the
-   root of block r. */
+/* An all_gather or reduce_scatter of some ranks' blocks: one call per block, in one NCCL group. Rank r is the root of
+   block r. */
 static ncclResult_t mti_nccl_blocks(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     ncclDataType_t type = mti_nccl_type(call->dtype);
     ncclRedOp_t op = call->op == MT_MAX ? ncclMax : ncclSum;
-    size_t apart = call->stride * mt_dtype_size(call->dtype);
+    size_t apart = call->count * mt_dtype_size(call->dtype);
     struct ncclComm *handle = comm->nccl.handle;
     ncclResult_t result = ncclSuccess, end;
     int r;
     ncclGroupStart();
-    for (r = 0; r < comm->size && mti_nccl_goes_on(result); r++) {
+    for (r = call->first; r < call->first + call->ranks && mti_nccl_goes_on(result); r++) {
         if (call->kind == MT_ALL_GATHER)
             result = ncclBroadcast(call->send, (char *)call->recv + apart * (size_t)r, call->count, type, r, handle,
                                    ctx->stream);
@@ -548,8 +548,7 @@ static ncclResult_t mti_nccl_issue(mt_context *ctx, mt_comm *comm, const mti_cal
     ncclDataType_t type = mti_nccl_type(call->dtype);
     ncclRedOp_t op = call->op == MT_MAX ? ncclMax : ncclSum;
     struct ncclComm *handle = comm->nccl.handle;
-    if ((call->kind == MT_ALL_GATHER || call->kind == MT_REDUCE_SCATTER) && call->stride != call->count)
-        return mti_nccl_blocks(ctx, comm, call);
+    if (call->ranks) return mti_nccl_blocks(ctx, comm, call);
     switch (call->kind) {
     case MT_ALL_REDUCE: return ncclAllReduce(call->send, call->recv, call->count, type, op, handle, ctx->stream);
     case MT_REDUCE_SCATTER:

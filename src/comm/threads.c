@@ -343,9 +343,11 @@ MT_API void mt_comm_set_name(mt_comm *comm, const char *name) {
 
 /* -- messages -- */
 
+/* The ranks whose blocks a call moves are in the place of root and source. */
 static void mti_slot_write(mti_slot *slot, const mti_call *call) {
+    int root = call->ranks ? call->first : call->root, source = call->ranks ? call->first + call->ranks : call->source;
     uint64_t what = (uint64_t)(call->kind + 1) | (uint64_t)call->dtype << 8 | (uint64_t)call->op << 16 |
-                    (uint64_t)(call->root + 1) << 24 | (uint64_t)(call->source + 1) << 40;
+                    (uint64_t)(root + 1) << 24 | (uint64_t)(source + 1) << 40;
     __atomic_store_n(&slot->what, what, __ATOMIC_RELAXED);
     __atomic_store_n(&slot->count, (uint64_t)call->count, __ATOMIC_RELAXED);
     __atomic_store_n(&slot->recvcount, (uint64_t)call->recvcount, __ATOMIC_RELAXED);
@@ -391,6 +393,13 @@ static void mti_say_send_recv(mti_text *text, const mti_slot *slot, int to, int 
     mti_say(text, "%s)", dtype);
 }
 
+/* Ends a call: ")", or ", blocks of ranks 2 to 3)" when it moves the blocks of ranks [first, end) alone. */
+static void mti_say_blocks(mti_text *text, int first, int end) {
+    if (end == first + 1) mti_say(text, ", block of rank %d", first);
+    if (end > first + 1) mti_say(text, ", blocks of ranks %d to %d", first, end - 1);
+    mti_say(text, ")");
+}
+
 /* Writes the call in a slot: "all_reduce(count 4, f32, sum)". */
 static void mti_say_call(mti_text *text, const mti_slot *slot) {
     uint64_t what = __atomic_load_n(&slot->what, __ATOMIC_RELAXED);
@@ -400,9 +409,13 @@ static void mti_say_call(mti_text *text, const mti_slot *slot) {
     switch (kind) {
     case MT_ALL_REDUCE:
     case MT_REDUCE_SCATTER:
-        mti_say(text, "%s(count %llu, %s, %s)", name, count, dtype, mti_op_name(what >> 16 & 255));
+        mti_say(text, "%s(count %llu, %s, %s", name, count, dtype, mti_op_name(what >> 16 & 255));
+        mti_say_blocks(text, root, source);
         break;
-    case MT_ALL_GATHER: mti_say(text, "%s(count %llu, %s)", name, count, dtype); break;
+    case MT_ALL_GATHER:
+        mti_say(text, "%s(count %llu, %s", name, count, dtype);
+        mti_say_blocks(text, root, source);
+        break;
     case MT_BROADCAST: mti_say(text, "%s(count %llu, %s, root %d)", name, count, dtype, root); break;
     case MT_SEND: mti_say(text, "%s(count %llu, %s, to rank %d)", name, count, dtype, root); break;
     case MT_RECV: mti_say(text, "%s(count %llu, %s, from rank %d)", name, count, dtype, source); break;

@@ -93,9 +93,8 @@ typedef struct mti_call {
     int root;   /* root of a broadcast, or destination of a send; -1: none */
     int source; /* source of a receive; -1: none */
     size_t count, recvcount;
-    /* elements between the blocks of two ranks in the receive buffer of an all_gather and in the send buffer of a
-       reduce_scatter: count, or more when the call moves a chunk of each block */
-    size_t stride;
+    /* the ranks whose blocks an all_gather or a reduce_scatter moves: `ranks` ranks from `first` on; ranks 0: all */
+    int first, ranks;
     int goes_on; /* 1: this is not the first chunk of a call */
     const void *send;
     void *recv;
@@ -246,7 +245,7 @@ typedef struct mti_transport {
    p2p           the same for a send, a receive or both
    region        an f, g, scatter or gather begins. It makes y of x; `is` and `becomes` are their placements, R, r, c or
                  P as in mt_rule. y is empty where nothing is written. is_gradient: 1 if x is a gradient for certain
-   rows          the same for some rows of each block, in the calls in chunks of sequence parallelism
+   ranks         the same for the blocks of some ranks, in the calls in chunks of sequence parallelism
    passed        the call `name`, a collective or region without "mt_", has passed the checks of this rank. Every rank
                  calls this hook here, so it may communicate
    close_device  the context is destroyed; the hook may use its device and free its memory
@@ -259,8 +258,8 @@ typedef struct mti_hooks {
     mt_status (*p2p)(mt_context *ctx, const mti_call *call);
     mt_status (*region)(mt_context *ctx, const mt_comm *comm, const char *where, char is, char becomes, int is_gradient,
                         const char *x_name, mt_tensor x, mt_tensor y);
-    mt_status (*rows)(mt_context *ctx, const mt_comm *comm, int gathers, const char *where, mt_tensor x, mt_tensor y,
-                      int64_t first, int64_t rows);
+    mt_status (*ranks)(mt_context *ctx, const mt_comm *comm, int gathers, const char *where, mt_tensor x, mt_tensor y,
+                       int first, int ranks);
     mt_status (*passed)(mt_context *ctx, mt_comm *comm, const char *name);
     void (*close_device)(mt_context *ctx);
     void (*destroy)(mt_context *ctx);

@@ -26,9 +26,10 @@ typedef enum mt_overlap {
 /* Options of the layers of a context. Zero-initialised means the defaults. */
 typedef struct mt_parallel_options {
     int no_overlap; /* bits of mt_overlap: the kinds that do not overlap on MT_DEVICE_CUDA; 0: all overlap */
-    /* number of chunks into which a layer cuts the tokens that it communicates, at most MT_OVERLAP_CHUNKS_MAX. Each
-       chunk is a separate GEMM, also when nothing overlaps. Invariant mode always uses one chunk. 0: on MT_DEVICE_CUDA
-       one chunk for each 1024 tokens, at most 4; on other devices one chunk */
+    /* number of chunks into which a layer cuts the tokens that it communicates, at most MT_OVERLAP_CHUNKS_MAX. With
+       sequence parallelism a chunk has all tokens of some ranks, so there are at most t chunks. Each chunk is a
+       separate GEMM, also when nothing overlaps. Invariant mode always uses one chunk. 0: on MT_DEVICE_CUDA one chunk
+       for each 1024 tokens, at most 4, or 2 with sequence parallelism; on other devices one chunk */
     int overlap_chunks;
 } mt_parallel_options;
 

@@ -28,8 +28,8 @@ for (@arguments) {
     $sections{$name} = { map { ("$_.c" => 1) } split /,/, $sections } if defined $sections;
 }
 
-my $region = 'mt_(?:copy_to|reduce_from|scatter_to|gather_from|reduce_scatter_to|gather_rows_from|'
-    . 'reduce_scatter_rows_to|reduce_rows_from)_(?:tensor|sequence)_region(?:_forward|_backward)?';
+my $region = 'mt_(?:copy_to|reduce_from|scatter_to|gather_from|reduce_scatter_to|gather_ranks_from|'
+    . 'reduce_scatter_ranks_to|reduce_rows_from)_(?:tensor|sequence)_region(?:_forward|_backward)?';
 my $collective = 'mt_all_reduce|mt_all_gather|mt_reduce_scatter|mt_broadcast|mti_reduce_tokens|mti_gather_features';
 my $gradients = 'mt_sync_gradients|mt_accumulate_gradients|mt_params_zero_grad';
 my %conjugate = map { ("mt_$_->[0]", "mt_$_->[1]"), ("mt_$_->[1]", "mt_$_->[0]") } (
