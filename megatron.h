@@ -1225,13 +1225,14 @@ static mt_status mti_mlp_create(mt_context *ctx, const mti_origin *from, const c
                                 mt_mlp *out) {
     mt_linear_desc fc1, fc2;
     int64_t parts = d->activation == MT_SWIGLU ? 2 : 1;
+    int has_bias = mti_origin_has_bias(from, 0, d->no_bias);
     memset(&fc1, 0, sizeof fc1);
     fc1.in_features = d->hidden;
     fc1.out_features = parts * d->ffn;
     fc1.parts = parts;
     fc1.parts_by_shard = parts > 1;
     fc1.no_bias = d->no_bias;
-    fc1.skip_bias_add = mti_origin_has_bias(from, 0, d->no_bias); /* it is added with the activation */
+    fc1.skip_bias_add = has_bias; /* it is added with the activation */
     fc1.sequence_parallel = d->sequence_parallel;
     fc1.init_std = d->init.std;
     fc1.add_to_dx = d->add_to_dx;
