@@ -585,6 +585,7 @@ static mti_call mti_call_make(int kind, const void *send, void *recv, size_t cou
 /* Tells the layers which memory a collective has written. */
 static void mti_forget_received(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
     size_t block = call->count * mt_dtype_size(call->dtype);
+    if (!call->recv) return; /* there is no data, or there are no elements */
     if (call->kind == MT_ALL_GATHER)
         mti_notify_forgotten(ctx, (char *)call->recv + (size_t)call->first * block, mti_blocks(comm, call) * block, 0);
     else if (mti_has_block(call, comm->rank)) mti_notify_forgotten(ctx, call->recv, block, 0);
