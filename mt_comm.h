@@ -1502,6 +1502,7 @@ struct mt_context {
     int has_turn;               /* 1: of the recorders, this rank records now */
     unsigned pending;           /* bit mask of tickets that the compute stream has not waited for */
     int overlapped;             /* 1: mti_cuda_fork has been called */
+    int stuck;                  /* 1: a stream has not ended in time, so nothing is freed that it may use */
     uint64_t reached;           /* bit mask of other GPUs whose memory this GPU can read */
     struct CUstream_st *stream; /* where calls put their work: compute_stream, or another one after mti_cuda_fork */
     int arena_symmetric, no_nccl_checks;
@@ -1947,27 +1948,6 @@ static mt_status mti_cuda_report(mt_context *ctx) {
     return mt_range_fail(ctx, &error);
 }
 
-/* Waits for all streams, and detaches the communicators over NCCL from the context. */
-static void mti_cuda_idle(mt_context *ctx) {
-    if (cudaSetDevice(ctx->ordinal) != cudaSuccess) { /* no such GPU: mti_cuda_open has failed with a message */
-        cudaGetLastError();
-        return;
-    }
-    mti_cuda_drop(ctx); /* the program has failed before mt_graph_end */
-    mti_graph_forget(ctx);
-    if (ctx->second_stream) { /* before the compute stream, which may wait for it */
-        ctx->stream = ctx->second_stream;
-        mti_cuda_synchronize(ctx);
-    }
-    if (ctx->third_stream) {
-        ctx->stream = ctx->third_stream;
-        mti_cuda_synchronize(ctx);
-    }
-    ctx->stream = ctx->compute_stream;
-    if (ctx->stream) mti_cuda_synchronize(ctx);
-    mti_nccl_close(ctx);
-}
-
 /* A stream that is still recorded belongs to a graph of rank 0, which does not answer: it is left to the process. */
 static void mti_stream_destroy(cudaStream_t stream) {
     cudaStreamCaptureStatus captured = cudaStreamCaptureStatusNone;
@@ -1982,7 +1962,7 @@ static void mti_cuda_close(mt_context *ctx) {
         if (ctx->events[i]) cudaEventDestroy(ctx->events[i]);
     for (i = 0; i < MTI_SECTIONS; i++)
         if (ctx->staging.copied[i]) cudaEventDestroy(ctx->staging.copied[i]);
-    if (ctx->staging.memory) cudaFreeHost(ctx->staging.memory);
+    if (ctx->staging.memory && !ctx->stuck) cudaFreeHost(ctx->staging.memory);
     mti_stream_destroy(ctx->third_stream);
     mti_stream_destroy(ctx->second_stream);
     if (ctx->owns_stream) mti_stream_destroy(ctx->stream);
@@ -2123,12 +2103,6 @@ MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size
     return mti_cuda_report(ctx);
 }
 
-/* Prepares to free ptr: waits for the stream, and deregisters the memory from NCCL. */
-static void mti_cuda_forget(mt_context *ctx, const void *ptr) {
-    mti_cuda_synchronize(ctx); /* an error does not keep the memory from being freed */
-    mti_nccl_forget(ctx, NULL, ptr);
-}
-
 /* The first overlap of a context looks at an environment variable that Megatron-LM's launch scripts set. */
 static void mti_cuda_warn_of_one_queue(mt_context *ctx) {
     const char *queues = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
@@ -2167,7 +2141,6 @@ static mt_status mti_cuda_join(mt_context *ctx, int ticket) {
     return MT_SUCCESS;
 }
 #else /* without CUDA there is no context on MT_DEVICE_CUDA, and the static functions are never called */
-static void mti_cuda_forget(mt_context *ctx, const void *ptr) { (void)ctx, (void)ptr; }
 static void mti_event_free(mti_event *e) { (void)e; }
 static mt_status mti_cuda_record(mt_context *ctx, mti_event *e) { return (void)ctx, (void)e, MT_ERR_UNSUPPORTED; }
 static mt_status mti_cuda_await(mt_context *ctx, const mti_event *e) { return (void)ctx, (void)e, MT_ERR_UNSUPPORTED; }
@@ -2191,7 +2164,6 @@ static int mti_cuda_count(void) { return 0; }
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     return (void)ctx, (void)desc, MT_ERR_UNSUPPORTED;
 }
-static void mti_cuda_idle(mt_context *ctx) { (void)ctx; }
 static void mti_cuda_close(mt_context *ctx) { (void)ctx; }
 MT_API mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
     return (void)ptr, (void)bytes, mti_no_cuda(ctx, "mt_cuda_zero");
@@ -3046,6 +3018,72 @@ static mti_outcome mti_wait_aside(mt_context *ctx, mti_group *g, const mti_wait 
     return mti_turn_take(ctx) == MT_SUCCESS ? MTI_MET : MTI_SEES_LATE;
 }
 
+/* ---- waits before memory of a GPU is freed (src/comm/cuda_ends.c) ------------------------------------------------ */
+
+#if MT_HAS_CUDA
+#define MTI_CUDA_PATIENCE 2.0 /* seconds in which a stream ends behind a collective that has failed */
+
+/* Waits until the stream is empty. Returns 0 when it is not in time. */
+static int mti_cuda_ends(struct CUstream_st *stream, double seconds) {
+    mti_stopwatch watch = mti_stopwatch_start(seconds);
+    double waited;
+    while (cudaStreamQuery(stream) == cudaErrorNotReady) {
+        waited = mti_waited(&watch);
+        if (waited >= seconds) return cudaGetLastError(), 0;
+        mti_rest(waited, 1e-3);
+    }
+    cudaGetLastError(); /* clears cudaErrorNotReady, or an error of the stream, which has ended */
+    return 1;
+}
+
+/* Waits for all streams, at most for the timeout of a communicator over NCCL. CUDA would wait without a timeout when
+   memory is freed. Returns 0 when a stream does not end: then nothing that it may use can be freed. */
+static int mti_cuda_quiet(mt_context *ctx) {
+    struct CUstream_st *streams[3], *before = ctx->stream;
+    int was_stuck = ctx->stuck, i;
+    if (ctx->recording) return 1; /* nothing of what is recorded runs */
+    ctx->stuck = 0;
+    streams[0] = ctx->second_stream; /* before the compute stream, which may wait for it */
+    streams[1] = ctx->third_stream;
+    streams[2] = ctx->compute_stream;
+    for (i = 0; i < 3 && !ctx->stuck; i++) {
+        ctx->stream = streams[i];
+        if (!ctx->stream || (!was_stuck && mti_cuda_synchronize(ctx) == MT_SUCCESS)) continue;
+        ctx->stuck = !mti_cuda_ends(ctx->stream, was_stuck ? 0 : MTI_CUDA_PATIENCE);
+    }
+    ctx->stream = before;
+    return !ctx->stuck;
+}
+
+/* Waits for all streams, and detaches the communicators over NCCL from the context. */
+static void mti_cuda_idle(mt_context *ctx) {
+    if (cudaSetDevice(ctx->ordinal) != cudaSuccess) { /* no such GPU: mti_cuda_open has failed with a message */
+        cudaGetLastError();
+        return;
+    }
+    mti_cuda_drop(ctx); /* the program has failed before mt_graph_end */
+    mti_graph_forget(ctx);
+    ctx->stream = ctx->compute_stream;
+    mti_cuda_quiet(ctx);
+    mti_nccl_close(ctx);
+}
+
+/* Prepares to free ptr: waits for the streams, and deregisters the memory from NCCL. Returns 0 when the memory must
+   stay. */
+static int mti_cuda_forget(mt_context *ctx, const void *ptr) {
+    if (mti_cuda_quiet(ctx)) {
+        mti_nccl_forget(ctx, NULL, ptr);
+        return 1;
+    }
+    mt_log(ctx, MT_LOG_WARNING,
+           "memory of the GPU is not freed: a stream that may use it does not end. Has your ncclComm_t been aborted?");
+    return 0;
+}
+#else
+static int mti_cuda_forget(mt_context *ctx, const void *ptr) { return (void)ctx, (void)ptr, 1; }
+static void mti_cuda_idle(mt_context *ctx) { (void)ctx; }
+#endif
+
 /* ---- the threads of a context (src/comm/workers.c) --------------------------------------------------------------- */
 
 /* The items of one mt_parallel_for. Thread i computes [i * each, (i + 1) * each). */
@@ -3357,7 +3395,7 @@ static void mti_context_close(mt_context *ctx) {
     if (ctx->hooks) ctx->hooks->close_device(ctx);
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_close(ctx);
     mti_team_destroy(ctx->team);
-    if (ctx->device != MT_DEVICE_META && ctx->arena)
+    if (ctx->device != MT_DEVICE_META && ctx->arena && !ctx->stuck)
         (ctx->allocator.free)(ctx->allocator.user, ctx->arena, ctx->arena_bytes);
 }
 
@@ -3471,9 +3509,9 @@ MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
 MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
     size_t size = mt_align_up(bytes ? bytes : 1);
     if (!ctx || !ptr || mti_has_no_gpu(ctx)) return;
-    if (ctx->device == MT_DEVICE_CUDA)
-        mti_cuda_forget(ctx, ptr); /* waits for kernels that use ptr: the caller's allocator may not wait */
-    if (ctx->device != MT_DEVICE_META) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
+    /* waits for kernels that use ptr: the caller's allocator may not wait */
+    if (ctx->device == MT_DEVICE_CPU || (ctx->device == MT_DEVICE_CUDA && mti_cuda_forget(ctx, ptr)))
+        (ctx->allocator.free)(ctx->allocator.user, ptr, size);
     if (ctx->hooks) ctx->hooks->freed(ctx, ptr, size);
     mti_notify_forgotten(ctx, ptr, size, 1);
     ctx->allocated -= size;
@@ -6358,50 +6396,9 @@ static mt_status mti_channel_open(mt_context *ctx, mt_comm *comm, int listener, 
 }
 #endif
 
-/* ---- ranks with a GPU each, over NCCL (src/comm/nccl.c) ---------------------------------------------------------- */
-
-/* A call puts its work into the context's current stream. The communicator is then busy until mt_cuda_wait_peers has
-   seen this stream empty. Before the host waits for a stream, it calls mt_cuda_wait_peers, which polls the stream and
-   the busy communicators until the timeout. So the host never waits for other ranks without a timeout, except inside a
-   blocking ncclComm_t of the caller. Calls take their scratch memory from the arena.
-
-   NCCL starts a thread for each group of calls on a non-blocking communicator, and none on a blocking one. So the
-   communicators that carry collectives are blocking. NCCL documents an abort during the creation of a communicator only
-   where the call is non-blocking. A split is non-blocking when its parent is, and its child may still be blocking. So
-   mt_comm_create_nccl_id creates a non-blocking communicator, the opener, which carries no collective, and splits the
-   blocking one from it. Later splits also use the opener. A blocking call may wait for peers inside NCCL: while NCCL
-   connects the ranks in the first calls, when the queue of NCCL's work is full, when memory is registered, and when a
-   group without an opener is split. A thread, the watchdog, aborts the communicator when such a call lasts longer than
-   the timeout. The call then returns with an error.
-
-   ncclConfig_t.splitShare stays 0. Communicators that share resources would run their collectives one after another,
-   and the abort of one may make all of them unusable. */
+/* ---- the watchdog of calls over NCCL, and aborts (src/comm/nccl_watchdog.c) -------------------------------------- */
 
 #if MTI_NCCL
-#define MTI_NCCL_SCRATCH ((size_t)4 << 20) /* most bytes of the arena that a reduction in the tree takes */
-
-static mt_status mti_nccl_status(ncclResult_t result) {
-    switch (result) {
-    case ncclSuccess: return MT_SUCCESS;
-    case ncclInvalidArgument:
-    case ncclInvalidUsage: return MT_ERR_ARGUMENT;
-    case ncclSystemError: /* usually a connection that the peer has closed */
-    case ncclRemoteError: return MT_ERR_PEER;
-    default: return MT_ERR_SYSTEM;
-    }
-}
-
-static ncclDataType_t mti_nccl_type(mt_dtype dtype) {
-    switch (dtype) {
-    case MT_F32: return ncclFloat32;
-    case MT_BF16: return ncclBfloat16;
-    case MT_F16: return ncclFloat16;
-    case MT_I32: return ncclInt32;
-    case MT_U8: break;
-    }
-    return ncclUint8;
-}
-
 /* -- the watchdog -- */
 
 /* Owned by the communicators of one context, all of which belong to one thread: at most one call is inside NCCL. The
@@ -6524,6 +6521,122 @@ static double mti_nccl_exit(mt_comm *comm) {
     return late;
 }
 
+/* -- aborts -- */
+
+/* Communicators of NCCL that are aborted together. NCCL first tells the kernels of a communicator to end, and then
+   waits for them. A kernel may have to wait for one of another communicator that is before it in the stream. So all
+   kernels are told first: aborts in one group of NCCL wait at the same time. Blocking and non-blocking communicators
+   cannot be in one group. */
+typedef struct mti_aborts {
+    int references; /* atomic: the thread and its caller */
+    int done;       /* atomic */
+    int ordinal, count, room;
+    struct ncclComm *handles[2]; /* of 2 * room; the openers are behind the others */
+} mti_aborts;
+
+#define MTI_ABORT_PATIENCE 2.0 /* seconds that a call waits for aborts: a kernel of the program's own may hang */
+
+/* Room for `comms` communicators. NULL: no memory. */
+static mti_aborts *mti_aborts_new(int comms, int ordinal) {
+    mti_aborts *a = (mti_aborts *)calloc(1, sizeof *a + 2 * (size_t)(comms - 1) * sizeof *a->handles);
+    if (!a) return NULL;
+    a->references = 2;
+    a->ordinal = ordinal;
+    a->room = comms;
+    return a;
+}
+
+/* Adds the handles of a communicator, either of which may be NULL. Without memory, aborts them at once. */
+static void mti_aborts_add(mti_aborts *a, struct ncclComm *handle, struct ncclComm *opener) {
+    if (a) {
+        a->handles[a->count] = handle;
+        a->handles[a->room + a->count++] = opener;
+        return;
+    }
+    ncclCommAbort(handle); /* NULL is allowed */
+    ncclCommAbort(opener);
+}
+
+static void mti_aborts_release(mti_aborts *a) {
+    if (__atomic_sub_fetch(&a->references, 1, __ATOMIC_ACQ_REL) == 0) free(a);
+}
+
+static void *mti_aborts_thread(void *argument) {
+    mti_aborts *a = (mti_aborts *)argument;
+    int openers, i;
+    if (cudaSetDevice(a->ordinal) != cudaSuccess) cudaGetLastError();
+    for (openers = 0; openers < 2; openers++) {
+        ncclGroupStart();
+        for (i = 0; i < a->count; i++) ncclCommAbort(a->handles[openers * a->room + i]);
+        ncclGroupEnd();
+    }
+    __atomic_store_n(&a->done, 1, __ATOMIC_RELEASE);
+    mti_aborts_release(a);
+    return NULL;
+}
+
+/* Aborts all of them, and waits until that is done. Where it takes too long, it goes on behind the program. */
+static void mti_aborts_run(mti_aborts *a) {
+    pthread_t thread;
+    mti_stopwatch watch = mti_stopwatch_start(MTI_ABORT_PATIENCE);
+    double waited = 0;
+    if (!a) return;
+    if (a->count == 0) {
+        free(a);
+        return;
+    }
+    if (mti_thread_start(&thread, mti_aborts_thread, a) == 0) pthread_detach(thread);
+    else mti_aborts_thread(a);
+    for (; !__atomic_load_n(&a->done, __ATOMIC_ACQUIRE) && waited < MTI_ABORT_PATIENCE; waited = mti_waited(&watch))
+        mti_rest(waited, 1e-3);
+    mti_aborts_release(a);
+}
+#endif
+
+/* ---- ranks with a GPU each, over NCCL (src/comm/nccl.c) ---------------------------------------------------------- */
+
+/* A call puts its work into the context's current stream. The communicator is then busy until mt_cuda_wait_peers has
+   seen this stream empty. Before the host waits for a stream, it calls mt_cuda_wait_peers, which polls the stream and
+   the busy communicators until the timeout. So the host never waits for other ranks without a timeout, except inside a
+   blocking ncclComm_t of the caller. Calls take their scratch memory from the arena.
+
+   NCCL starts a thread for each group of calls on a non-blocking communicator, and none on a blocking one. So the
+   communicators that carry collectives are blocking. NCCL documents an abort during the creation of a communicator only
+   where the call is non-blocking. A split is non-blocking when its parent is, and its child may still be blocking. So
+   mt_comm_create_nccl_id creates a non-blocking communicator, the opener, which carries no collective, and splits the
+   blocking one from it. Later splits also use the opener. A blocking call may wait for peers inside NCCL: while NCCL
+   connects the ranks in the first calls, when the queue of NCCL's work is full, when memory is registered, and when a
+   group without an opener is split. A thread, the watchdog, aborts the communicator when such a call lasts longer than
+   the timeout. The call then returns with an error.
+
+   ncclConfig_t.splitShare stays 0. Communicators that share resources would run their collectives one after another,
+   and the abort of one may make all of them unusable. */
+
+#if MTI_NCCL
+#define MTI_NCCL_SCRATCH ((size_t)4 << 20) /* most bytes of the arena that a reduction in the tree takes */
+
+static mt_status mti_nccl_status(ncclResult_t result) {
+    switch (result) {
+    case ncclSuccess: return MT_SUCCESS;
+    case ncclInvalidArgument:
+    case ncclInvalidUsage: return MT_ERR_ARGUMENT;
+    case ncclSystemError: /* usually a connection that the peer has closed */
+    case ncclRemoteError: return MT_ERR_PEER;
+    default: return MT_ERR_SYSTEM;
+    }
+}
+
+static ncclDataType_t mti_nccl_type(mt_dtype dtype) {
+    switch (dtype) {
+    case MT_F32: return ncclFloat32;
+    case MT_BF16: return ncclBfloat16;
+    case MT_F16: return ncclFloat16;
+    case MT_I32: return ncclInt32;
+    case MT_U8: break;
+    }
+    return ncclUint8;
+}
+
 /* -- errors -- */
 
 /* Writes the last call: all_reduce(count 4, f32, sum) on "tensor" (2 ranks). */
@@ -6535,31 +6648,45 @@ static void mti_nccl_say(mti_text *text, const mt_comm *comm) {
     mti_say(text, " on \"%s\" (%d ranks)", comm->name, comm->size);
 }
 
-/* Marks comm as broken: then only mt_comm_destroy works. Aborts the NCCL communicators if the library has created them,
-   which ends their kernels in the stream. */
-static mt_status mti_nccl_break(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
+/* Marks comm as broken: then only mt_comm_destroy works. The NCCL communicators of comm join those of `all`, if the
+   library has created them. */
+static mt_status mti_nccl_mark(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text,
+                               mti_aborts *all) {
     comm->nccl.broken = status;
     mti_channel_fail(comm, status, text->data);
     if (comm->nccl.home) mti_graphs_lose(comm->nccl.home); /* an abort waits for the graphs that use comm to end */
     if (comm->nccl.owned) {
-        if (comm->nccl.handle) ncclCommAbort(comm->nccl.handle);
-        if (comm->nccl.opener) ncclCommAbort(comm->nccl.opener);
+        mti_aborts_add(all, comm->nccl.handle, comm->nccl.opener);
         comm->nccl.handle = comm->nccl.opener = NULL;
     }
     return mti_refuse(ctx, comm, status, "%s", text->data);
+}
+
+/* Breaks comm. The abort of its NCCL communicators ends their kernels in the stream. */
+static mt_status mti_nccl_break(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
+    mti_aborts *all = mti_aborts_new(1, comm->nccl.ordinal);
+    status = mti_nccl_mark(ctx, comm, status, text, all);
+    mti_aborts_run(all);
+    return status;
 }
 
 /* Breaks all busy communicators, the one with the latest call first. After an abort the stream goes on: in another
    order, later calls in the stream would send the unfinished results of the aborted call to other ranks. */
 static void mti_nccl_break_busy(mt_context *ctx, mt_status status, const mti_text *text) {
     mt_comm *comm, *latest;
+    mti_aborts *all;
+    int busy = 0;
+    for (comm = ctx->nccl; comm; comm = comm->nccl.next) busy += comm->nccl.busy && !comm->nccl.broken;
+    if (!busy) return;
+    all = mti_aborts_new(busy, ctx->ordinal);
     do {
         latest = NULL;
         for (comm = ctx->nccl; comm; comm = comm->nccl.next)
             if (comm->nccl.busy && !comm->nccl.broken && (!latest || comm->nccl.number > latest->nccl.number))
                 latest = comm;
-        if (latest) mti_nccl_break(ctx, latest, status, text);
+        if (latest) mti_nccl_mark(ctx, latest, status, text, all);
     } while (latest);
+    mti_aborts_run(all);
 }
 
 /* Breaks comm, and with ctx all busy communicators. ctx: NULL while comm is being destroyed */

@@ -79,12 +79,12 @@ check_log=$build/check.log check_lines=40
 
 tests="test_cuda_ptx test_cuda_flash test_cuda_gemm test_cuda_kv_cache test_cuda test_cuda_operators test_cuda_gpt \
 test_cuda_checkpoint test_cuda_custom_block test_cuda_plain test_cuda_devices test_cuda_graph test_cuda_nccl \
-test_cuda_processes"
+test_cuda_processes test_cuda_sharing"
 # These programs use only what the headers declare, so they are linked to one build of the implementation, which takes
 # longer to build than they do. The others compile the implementation themselves.
 shared="test_cuda_gemm test_cuda_kv_cache test_cuda_gpt test_cuda_checkpoint test_cuda_custom_block test_cuda_plain \
 test_cuda_devices test_cuda_graph bench_cuda"
-with_nccl="test_cuda_nccl test_cuda_processes"
+with_nccl="test_cuda_nccl test_cuda_processes test_cuda_sharing"
 implementation=${object:-$build/implementation.o}
 # The items of the stages bench and peers, in this order. The stages rest and rest-peers have all others.
 first_items="add bias activation norm cross-entropy attention layer gpt2"

@@ -2,6 +2,7 @@
 
 #pragma once
 #include "context.h"
+#include "cuda_ends.c"
 #include "workers.c"
 
 MT_API void mt_log(mt_context *ctx, mt_log_level level, const char *text) {
@@ -182,7 +183,7 @@ static void mti_context_close(mt_context *ctx) {
     if (ctx->hooks) ctx->hooks->close_device(ctx);
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_close(ctx);
     mti_team_destroy(ctx->team);
-    if (ctx->device != MT_DEVICE_META && ctx->arena)
+    if (ctx->device != MT_DEVICE_META && ctx->arena && !ctx->stuck)
         (ctx->allocator.free)(ctx->allocator.user, ctx->arena, ctx->arena_bytes);
 }
 
@@ -296,9 +297,9 @@ MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
 MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
     size_t size = mt_align_up(bytes ? bytes : 1);
     if (!ctx || !ptr || mti_has_no_gpu(ctx)) return;
-    if (ctx->device == MT_DEVICE_CUDA)
-        mti_cuda_forget(ctx, ptr); /* waits for kernels that use ptr: the caller's allocator may not wait */
-    if (ctx->device != MT_DEVICE_META) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
+    /* waits for kernels that use ptr: the caller's allocator may not wait */
+    if (ctx->device == MT_DEVICE_CPU || (ctx->device == MT_DEVICE_CUDA && mti_cuda_forget(ctx, ptr)))
+        (ctx->allocator.free)(ctx->allocator.user, ptr, size);
     if (ctx->hooks) ctx->hooks->freed(ctx, ptr, size);
     mti_notify_forgotten(ctx, ptr, size, 1);
     ctx->allocated -= size;

@@ -174,27 +174,6 @@ static mt_status mti_cuda_report(mt_context *ctx) {
     return mt_range_fail(ctx, &error);
 }
 
-/* Waits for all streams, and detaches the communicators over NCCL from the context. */
-static void mti_cuda_idle(mt_context *ctx) {
-    if (cudaSetDevice(ctx->ordinal) != cudaSuccess) { /* no such GPU: mti_cuda_open has failed with a message */
-        cudaGetLastError();
-        return;
-    }
-    mti_cuda_drop(ctx); /* the program has failed before mt_graph_end */
-    mti_graph_forget(ctx);
-    if (ctx->second_stream) { /* before the compute stream, which may wait for it */
-        ctx->stream = ctx->second_stream;
-        mti_cuda_synchronize(ctx);
-    }
-    if (ctx->third_stream) {
-        ctx->stream = ctx->third_stream;
-        mti_cuda_synchronize(ctx);
-    }
-    ctx->stream = ctx->compute_stream;
-    if (ctx->stream) mti_cuda_synchronize(ctx);
-    mti_nccl_close(ctx);
-}
-
 /* A stream that is still recorded belongs to a graph of rank 0, which does not answer: it is left to the process. */
 static void mti_stream_destroy(cudaStream_t stream) {
     cudaStreamCaptureStatus captured = cudaStreamCaptureStatusNone;
@@ -209,7 +188,7 @@ static void mti_cuda_close(mt_context *ctx) {
         if (ctx->events[i]) cudaEventDestroy(ctx->events[i]);
     for (i = 0; i < MTI_SECTIONS; i++)
         if (ctx->staging.copied[i]) cudaEventDestroy(ctx->staging.copied[i]);
-    if (ctx->staging.memory) cudaFreeHost(ctx->staging.memory);
+    if (ctx->staging.memory && !ctx->stuck) cudaFreeHost(ctx->staging.memory);
     mti_stream_destroy(ctx->third_stream);
     mti_stream_destroy(ctx->second_stream);
     if (ctx->owns_stream) mti_stream_destroy(ctx->stream);
@@ -350,12 +329,6 @@ MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size
     return mti_cuda_report(ctx);
 }
 
-/* Prepares to free ptr: waits for the stream, and deregisters the memory from NCCL. */
-static void mti_cuda_forget(mt_context *ctx, const void *ptr) {
-    mti_cuda_synchronize(ctx); /* an error does not keep the memory from being freed */
-    mti_nccl_forget(ctx, NULL, ptr);
-}
-
 /* The first overlap of a context looks at an environment variable that Megatron-LM's launch scripts set. */
 static void mti_cuda_warn_of_one_queue(mt_context *ctx) {
     const char *queues = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
@@ -394,7 +367,6 @@ static mt_status mti_cuda_join(mt_context *ctx, int ticket) {
     return MT_SUCCESS;
 }
 #else /* without CUDA there is no context on MT_DEVICE_CUDA, and the static functions are never called */
-static void mti_cuda_forget(mt_context *ctx, const void *ptr) { (void)ctx, (void)ptr; }
 static void mti_event_free(mti_event *e) { (void)e; }
 static mt_status mti_cuda_record(mt_context *ctx, mti_event *e) { return (void)ctx, (void)e, MT_ERR_UNSUPPORTED; }
 static mt_status mti_cuda_await(mt_context *ctx, const mti_event *e) { return (void)ctx, (void)e, MT_ERR_UNSUPPORTED; }
@@ -418,7 +390,6 @@ static int mti_cuda_count(void) { return 0; }
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     return (void)ctx, (void)desc, MT_ERR_UNSUPPORTED;
 }
-static void mti_cuda_idle(mt_context *ctx) { (void)ctx; }
 static void mti_cuda_close(mt_context *ctx) { (void)ctx; }
 MT_API mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
     return (void)ptr, (void)bytes, mti_no_cuda(ctx, "mt_cuda_zero");

@@ -3,6 +3,7 @@
 #pragma once
 #include "nccl.h"
 #include "nccl_listeners.c"
+#include "nccl_watchdog.c"
 
 /* A call puts its work into the context's current stream. The communicator is then busy until mt_cuda_wait_peers has
    seen this stream empty. Before the host waits for a stream, it calls mt_cuda_wait_peers, which polls the stream and
@@ -46,128 +47,6 @@ static ncclDataType_t mti_nccl_type(mt_dtype dtype) {
     return ncclUint8;
 }
 
-/* -- the watchdog -- */
-
-/* Owned by the communicators of one context, all of which belong to one thread: at most one call is inside NCCL. The
-   watchdog looks at it once per tick. It sleeps without a tick when it has seen no call for the time of one, so that
-   most calls do not wake it. */
-typedef struct mti_watchdog {
-    pthread_mutex_t mutex;
-    pthread_cond_t cond;
-    pthread_t thread;
-    int ordinal, users; /* users: communicators that have this watchdog */
-    int ends;
-    mt_comm *inside;    /* the communicator of the call that is inside NCCL; NULL: none */
-    mti_stopwatch call; /* the time of the last call */
-    uint64_t calls;     /* number of calls so far */
-    double wakes;       /* when the thread looks next, by mti_now */
-    double late;        /* seconds after which the thread has aborted the last call; 0: it has not */
-} mti_watchdog;
-
-#define MTI_WATCHDOG_SLEEP 3600.0 /* seconds; a call wakes the watchdog earlier */
-
-static void *mti_watchdog_run(void *argument) {
-    mti_watchdog *w = (mti_watchdog *)argument;
-    uint64_t seen = 0;
-    struct timespec wake;
-    cudaSetDevice(w->ordinal);
-    pthread_mutex_lock(&w->mutex);
-    while (!w->ends) {
-        double rest = w->calls != seen ? w->call.tick : MTI_WATCHDOG_SLEEP;
-        double waited = w->inside ? mti_waited(&w->call) : 0,
-               left = w->inside ? w->inside->nccl.timeout - waited : rest;
-        if (left < 0 || (w->inside && mti_channel_is_decided(w->inside->nccl.channel))) {
-            ncclComm_t handle = w->inside->nccl.handle;
-            w->inside = NULL;
-            w->late = waited + 1e-9; /* more than 0 */
-            /* An abort may wait for kernels of other communicators. The caller of the aborted call aborts those
-               meanwhile, for which it needs the mutex. */
-            pthread_mutex_unlock(&w->mutex);
-            ncclCommAbort(handle);
-            pthread_mutex_lock(&w->mutex);
-            continue;
-        }
-        if (w->inside) rest = left < w->call.tick ? left : w->call.tick;
-        seen = w->calls;
-        w->wakes = mti_now() + rest;
-        wake = mti_timespec(w->wakes);
-        pthread_cond_timedwait(&w->cond, &w->mutex, &wake);
-    }
-    pthread_mutex_unlock(&w->mutex);
-    return NULL;
-}
-
-static mti_watchdog *mti_watchdog_new(int ordinal) {
-    mti_watchdog *w = (mti_watchdog *)calloc(1, sizeof *w);
-    if (!w) return NULL;
-    w->ordinal = ordinal;
-    if (pthread_mutex_init(&w->mutex, NULL) == 0) {
-        if (mti_cond_init(&w->cond) == 0) {
-            if (mti_thread_start(&w->thread, mti_watchdog_run, w) == 0) return w;
-            pthread_cond_destroy(&w->cond);
-        }
-        pthread_mutex_destroy(&w->mutex);
-    }
-    free(w);
-    return NULL;
-}
-
-/* Gives comm the watchdog of the context, which the first communicator starts. */
-static mt_status mti_watchdog_join(mt_context *ctx, mt_comm *comm) {
-    mt_comm *other = ctx->nccl;
-    while (other && !other->nccl.watchdog) other = other->nccl.next;
-    comm->nccl.watchdog = other ? other->nccl.watchdog : mti_watchdog_new(ctx->ordinal);
-    if (!comm->nccl.watchdog)
-        return mt_fail(ctx, MT_ERR_SYSTEM, "no thread that watches the calls on \"%s\"", comm->name);
-    comm->nccl.watchdog->users++;
-    return MT_SUCCESS;
-}
-
-/* The last communicator ends the thread. */
-static void mti_watchdog_leave(mt_comm *comm) {
-    mti_watchdog *w = comm->nccl.watchdog;
-    comm->nccl.watchdog = NULL;
-    if (!w || --w->users > 0) return;
-    pthread_mutex_lock(&w->mutex);
-    w->ends = 1;
-    pthread_mutex_unlock(&w->mutex);
-    pthread_cond_signal(&w->cond);
-    pthread_join(w->thread, NULL);
-    pthread_cond_destroy(&w->cond);
-    pthread_mutex_destroy(&w->mutex);
-    free(w);
-}
-
-/* Begins one call, or one group of calls, of NCCL on the handle of comm. mti_nccl_settle ends it. */
-static void mti_nccl_enter(mt_comm *comm) {
-    mti_watchdog *w = comm->nccl.watchdog;
-    int sleeps;
-    if (!w) return;
-    pthread_mutex_lock(&w->mutex);
-    w->inside = comm;
-    w->late = 0;
-    w->calls++;
-    w->call = mti_stopwatch_start(comm->nccl.timeout);
-    sleeps = w->wakes > w->call.looked + w->call.tick;
-    pthread_mutex_unlock(&w->mutex);
-    if (sleeps) pthread_cond_signal(&w->cond);
-}
-
-/* Ends what mti_nccl_enter has begun. Returns the seconds after which the watchdog aborted the call; 0: it did not. The
-   handle of an aborted call is gone. */
-static double mti_nccl_exit(mt_comm *comm) {
-    mti_watchdog *w = comm->nccl.watchdog;
-    double late;
-    if (!w) return 0;
-    pthread_mutex_lock(&w->mutex);
-    w->inside = NULL;
-    late = w->late;
-    w->late = 0;
-    if (late > 0) comm->nccl.handle = NULL;
-    pthread_mutex_unlock(&w->mutex);
-    return late;
-}
-
 /* -- errors -- */
 
 /* Writes the last call: all_reduce(count 4, f32, sum) on "tensor" (2 ranks). */
@@ -179,31 +58,45 @@ static void mti_nccl_say(mti_text *text, const mt_comm *comm) {
     mti_say(text, " on \"%s\" (%d ranks)", comm->name, comm->size);
 }
 
-/* Marks comm as broken: then only mt_comm_destroy works. Aborts the NCCL communicators if the library has created them,
-   which ends their kernels in the stream. */
-static mt_status mti_nccl_break(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
+/* Marks comm as broken: then only mt_comm_destroy works. The NCCL communicators of comm join those of `all`, if the
+   library has created them. */
+static mt_status mti_nccl_mark(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text,
+                               mti_aborts *all) {
     comm->nccl.broken = status;
     mti_channel_fail(comm, status, text->data);
     if (comm->nccl.home) mti_graphs_lose(comm->nccl.home); /* an abort waits for the graphs that use comm to end */
     if (comm->nccl.owned) {
-        if (comm->nccl.handle) ncclCommAbort(comm->nccl.handle);
-        if (comm->nccl.opener) ncclCommAbort(comm->nccl.opener);
+        mti_aborts_add(all, comm->nccl.handle, comm->nccl.opener);
         comm->nccl.handle = comm->nccl.opener = NULL;
     }
     return mti_refuse(ctx, comm, status, "%s", text->data);
+}
+
+/* Breaks comm. The abort of its NCCL communicators ends their kernels in the stream. */
+static mt_status mti_nccl_break(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
+    mti_aborts *all = mti_aborts_new(1, comm->nccl.ordinal);
+    status = mti_nccl_mark(ctx, comm, status, text, all);
+    mti_aborts_run(all);
+    return status;
 }
 
 /* Breaks all busy communicators, the one with the latest call first. After an abort the stream goes on: in another
    order, later calls in the stream would send the unfinished results of the aborted call to other ranks. */
 static void mti_nccl_break_busy(mt_context *ctx, mt_status status, const mti_text *text) {
     mt_comm *comm, *latest;
+    mti_aborts *all;
+    int busy = 0;
+    for (comm = ctx->nccl; comm; comm = comm->nccl.next) busy += comm->nccl.busy && !comm->nccl.broken;
+    if (!busy) return;
+    all = mti_aborts_new(busy, ctx->ordinal);
     do {
         latest = NULL;
         for (comm = ctx->nccl; comm; comm = comm->nccl.next)
             if (comm->nccl.busy && !comm->nccl.broken && (!latest || comm->nccl.number > latest->nccl.number))
                 latest = comm;
-        if (latest) mti_nccl_break(ctx, latest, status, text);
+        if (latest) mti_nccl_mark(ctx, latest, status, text, all);
     } while (latest);
+    mti_aborts_run(all);
 }
 
 /* Breaks comm, and with ctx all busy communicators. ctx: NULL while comm is being destroyed */

@@ -61,6 +61,7 @@ struct mt_context {
     int has_turn;               /* 1: of the recorders, this rank records now */
     unsigned pending;           /* bit mask of tickets that the compute stream has not waited for */
     int overlapped;             /* 1: mti_cuda_fork has been called */
+    int stuck;                  /* 1: a stream has not ended in time, so nothing is freed that it may use */
     uint64_t reached;           /* bit mask of other GPUs whose memory this GPU can read */
     struct CUstream_st *stream; /* where calls put their work: compute_stream, or another one after mti_cuda_fork */
     int arena_symmetric, no_nccl_checks;

@@ -23,8 +23,10 @@
 //               buffer may be in a symmetric window of one communicator only. A communicator without windows is
 //               destroyed.
 //   Abort       Releases the streams of this rank only, as in the library. Peers wait until they abort themselves. A
-//               call of this rank that waits in another thread returns ncclInternalError. Reported: the abort or
-//               destruction of a communicator that is gone, and the abort of a blocking one while it is being created.
+//               call of this rank that waits in another thread returns ncclInternalError. An abort waits for the
+//               kernels of the communicator, also behind a kernel of another one that hangs; aborts in one group first
+//               release the streams of all, and then wait. Reported: the abort or destruction of a communicator that is
+//               gone, and the abort of a blocking one while it is being created.
 //   Graphs      A call on a captured stream is recorded. Each launch of the graph makes the call anew: calls are
 //               matched in the order of the launches and of the other calls of the communicator.
 //   Processes   A process that dies, or has aborted all its communicators, closes its connections: the other ranks get
@@ -1179,6 +1181,7 @@ struct Group {
     ncclResult_t error = ncclSuccess;
     std::vector<std::pair<ncclComm *, Call>> calls;
     std::vector<Job> jobs;
+    std::vector<ncclComm *> aborts;
 };
 
 thread_local Group group;
@@ -1187,6 +1190,7 @@ uint64_t next_group = 0;
 void group_start() { group.depth++; }
 
 void leave(ncclComm &comm);
+void reclaim(const std::vector<ncclComm *> &comms);
 
 // Waits on the host until a peer, or an abort, changes something. Call with the lock held.
 void wait_for_peers(ncclComm &comm) {
@@ -1293,6 +1297,7 @@ ncclResult_t group_end() {
     if (--group.depth > 0) return ncclSuccess;
     Group now;
     std::swap(now, group);
+    if (!now.aborts.empty()) reclaim(now.aborts);
     if (now.error != ncclSuccess) return now.error;
     if (!now.calls.empty() && !now.jobs.empty())
         return refuse(ncclInvalidUsage, "communicators and operations made in one group");
@@ -1537,6 +1542,23 @@ template <class T> ncclResult_t query(const ncclComm *comm, T *value, T answer, 
     return ncclSuccess;
 }
 
+// Reports that a call would wait forever: NCCL waits in ncclCommAbort and in ncclCommDestroy until all graphs with
+// calls of the communicator have been destroyed (commReclaim in src/init.cc of NCCL 2.27).
+void check_graphs(const ncclComm &comm, const char *what) {
+    if (comm.graphs.use_count() > 1) report("%s: a graph has calls of the communicator, and is not destroyed", what);
+}
+
+// The second half of aborts: waits for the kernels of the communicators, and ends them.
+void reclaim(const std::vector<ncclComm *> &comms) {
+    for (ncclComm *comm : comms) {
+        if (comm->order && cudaStreamSynchronize(comm->order) != cudaSuccess) report("ncclCommAbort: a stream failed");
+        Guard guard;
+        leave(*comm);
+        check_graphs(*comm, "ncclCommAbort");
+        notify();
+    }
+}
+
 } // namespace
 
 void nccl_silence(int device, int after) {
@@ -1722,12 +1744,6 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
     return flush(*comm);
 }
 
-// Reports that a call would wait forever: NCCL waits in ncclCommAbort and in ncclCommDestroy until all graphs with
-// calls of the communicator have been destroyed (commReclaim in src/init.cc of NCCL 2.27).
-static void check_graphs(const ncclComm &comm, const char *what) {
-    if (comm.graphs.use_count() > 1) report("%s: a graph has calls of the communicator, and is not destroyed", what);
-}
-
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     if (!comm) return ncclSuccess;
     ncclResult_t result;
@@ -1754,19 +1770,21 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
 
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
     if (!comm) return ncclSuccess;
-    Guard guard;
-    const ncclResult_t result = check_comm(comm, "ncclCommAbort");
-    if (result != ncclSuccess) report("ncclCommAbort of a communicator that is gone");
-    if (result != ncclSuccess) return result;
-    if (comm->blocking && !(comm->clique && comm->clique->settled))
-        report("ncclCommAbort of a blocking communicator that is being created");
-    comm->aborted = true;
-    comm->deferred.clear();
-    abort_round(*comm);
-    abort_nodes(*comm);
-    leave(*comm);
-    check_graphs(*comm, "ncclCommAbort");
-    notify();
+    {
+        Guard guard;
+        const ncclResult_t result = check_comm(comm, "ncclCommAbort");
+        if (result != ncclSuccess || comm->aborted) report("ncclCommAbort of a communicator that is gone");
+        if (result != ncclSuccess || comm->aborted) return ncclInvalidArgument;
+        if (comm->blocking && !(comm->clique && comm->clique->settled))
+            report("ncclCommAbort of a blocking communicator that is being created");
+        comm->aborted = true;
+        comm->deferred.clear();
+        abort_round(*comm);
+        abort_nodes(*comm);
+        notify();
+    }
+    if (group.depth > 0) group.aborts.push_back(comm);
+    else reclaim({comm});
     return ncclSuccess;
 }
 
