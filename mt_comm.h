@@ -1599,6 +1599,7 @@ typedef struct mti_nccl {
     struct ncclComm *handle; /* carries the collectives; blocking if owned. NULL: aborted */
     struct ncclComm *opener; /* the same ranks, non-blocking, only for splits; NULL: splits are made from handle */
     struct mti_watchdog *watchdog; /* bounds the calls on handle; NULL: the handle is the caller's */
+    mt_comm *twin;                 /* the same ranks as threads; NULL: they are not, or it is not known */
     struct mti_channel *channel;   /* compares the calls of the ranks; NULL: they are not compared */
     mt_context *home;              /* the context that the communicator belongs to; NULL: the context is destroyed */
     mt_comm *next;                 /* in the list mt_context.nccl */
@@ -1871,6 +1872,10 @@ MT_API mt_status mt_cuda_enter(mt_context *ctx) {
     mti_graph_await_end(ctx);
     return MT_SUCCESS;
 }
+
+/* For ranks that are threads, before the first of them uses CUDA. By default CUDA loads a kernel in its first launch,
+   and may then wait for all kernels that run, on any GPU of the process: for a collective that waits for this rank. */
+static void mti_cuda_load_eagerly(void) { setenv("CUDA_MODULE_LOADING", "EAGER", 0); }
 
 static int mti_cuda_count(void) {
     int devices = 0;
@@ -2161,6 +2166,7 @@ static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
 }
 static void mti_cuda_free(void *user, void *ptr, size_t bytes) { (void)user, (void)ptr, (void)bytes; }
 static int mti_cuda_count(void) { return 0; }
+static void mti_cuda_load_eagerly(void) {}
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     return (void)ctx, (void)desc, MT_ERR_UNSUPPORTED;
 }
@@ -6654,6 +6660,7 @@ static mt_status mti_nccl_mark(mt_context *ctx, mt_comm *comm, mt_status status,
                                mti_aborts *all) {
     comm->nccl.broken = status;
     mti_channel_fail(comm, status, text->data);
+    if (comm->nccl.twin) mti_break(comm->nccl.twin->group, MT_ERR_PEER, text, MTI_ANY);
     if (comm->nccl.home) mti_graphs_lose(comm->nccl.home); /* an abort waits for the graphs that use comm to end */
     if (comm->nccl.owned) {
         mti_aborts_add(all, comm->nccl.handle, comm->nccl.opener);
@@ -6975,6 +6982,7 @@ static void mti_nccl_destroy(mt_comm *comm) {
     if (n->owned && n->opener && mti_nccl_poll(NULL, comm, n->opener, ncclCommFinalize(n->opener)) == MT_SUCCESS)
         ncclCommDestroy(n->opener);
     mti_watchdog_leave(comm);
+    mt_comm_destroy(n->twin);
 }
 
 /* Detaches all communicators from a context that is being destroyed. They can still be destroyed afterwards. */
@@ -7219,6 +7227,28 @@ static mt_status mti_nccl_connect(mt_context *ctx, mt_comm *comm, int color, con
     return mti_channel_open(ctx, comm, listener, &all[r].listener);
 }
 
+/* While the ranks create a communicator, NCCL allocates memory, and CUDA may let an allocation in one thread wait for a
+   kernel in another one, on another GPU. A collective of a rank that is ahead would wait for the rank that allocates.
+   So ranks that are threads wait for each other, without NCCL, before the first collective. */
+static mt_status mti_nccl_line_up(mt_context *ctx, mt_comm *comm) {
+    mt_comm *twin = comm->nccl.twin;
+    mti_call call = mti_call_make(MTI_CREATE, NULL, NULL, 0, MT_U8);
+    if (!twin) return MT_SUCCESS;
+    MT_TRY((twin->transport->enter)(ctx, twin, &call));
+    (twin->transport->exit)(twin);
+    return MT_SUCCESS;
+}
+
+/* The same after a split of comm. The group of *out, which may be NULL, gets its twin. */
+static mt_status mti_nccl_line_up_split(mt_comm *comm, int color, int key, mt_comm *out) {
+    mt_comm *twin = comm->nccl.twin, *part = NULL;
+    if (!twin) return MT_SUCCESS;
+    MT_TRY((twin->transport->split)(twin, color < 0 ? -1 : color, key, &part));
+    if (out && out->nccl.home) out->nccl.twin = part;
+    else mt_comm_destroy(part);
+    return MT_SUCCESS;
+}
+
 /* Splits the blocking handle of child, or nothing if child is NULL, from comm. Waits until both are ready. The handle
    of the child is valid only when the call on the parent has completed. */
 static mt_status mti_nccl_carve(mt_context *ctx, mt_comm *comm, int color, int rank, mt_comm *child) {
@@ -7278,6 +7308,7 @@ static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out
     if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
     status = mti_nccl_members(ctx, comm, MTI_SPLIT, all);
     if (status == MT_SUCCESS) status = mti_nccl_divide(ctx, comm, color, all, name, out);
+    if (status == MT_SUCCESS) status = mti_nccl_line_up_split(comm, color, key, *out);
     status = mti_nccl_finish(ctx, status, color, all, comm->size, listener, out);
     free(all);
     return status == MT_SUCCESS ? status : mt_comm_fail(comm, status, mt_last_error(ctx));
@@ -7326,15 +7357,20 @@ static mt_status mti_nccl_meet(mt_context *ctx, mt_comm **out) {
     return status;
 }
 
-/* Creates a communicator from an id, over NCCL also for one rank, as the tests need it. *out is NULL. */
+/* Creates a communicator from an id, over NCCL also for one rank, as the tests need it. *out is NULL. twin: the ranks
+   as threads, which *out then owns, or NULL */
 static mt_status mti_nccl_create(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
-                                 mt_comm **out) {
+                                 mt_comm *twin, mt_comm **out) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     ncclUniqueId unique;
     mt_comm *comm;
     mt_status status;
     comm = mti_nccl_new(&mti_over_nccl, ctx, rank, ranks, "world", timeout_s, MTI_CREATE);
-    if (!comm) return mt_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl_id: no memory for the communicator");
+    if (!comm) {
+        mt_comm_destroy(twin);
+        return mt_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl_id: no memory for the communicator");
+    }
+    comm->nccl.twin = twin;
     memcpy(unique.internal, id->bytes, sizeof id->bytes);
     config.blocking = 0;
     status = mti_watchdog_join(ctx, comm);
@@ -7343,8 +7379,17 @@ static mt_status mti_nccl_create(mt_context *ctx, const mt_nccl_id *id, int rank
         status = mti_nccl_poll(ctx, comm, comm->nccl.opener, result);
     }
     if (status == MT_SUCCESS) status = mti_nccl_carve(ctx, comm, 0, rank, comm);
+    if (status == MT_SUCCESS) status = mti_nccl_line_up(ctx, comm);
     MT_TRY(mti_nccl_begin(ctx, comm, status, out));
     return mti_nccl_meet(ctx, out);
+}
+
+/* Implements mt_comm_create_nccl_id, and destroys the twin if it fails. */
+static mt_status mti_nccl_from_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
+                                  mt_comm *twin, mt_comm **out) {
+    if (ranks > 1) return mti_nccl_create(ctx, id, ranks, rank, timeout_s, twin, out);
+    mt_comm_destroy(twin);
+    return (*out = mti_comm_new(&mti_alone, 0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
 }
 
 MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
@@ -7353,8 +7398,7 @@ MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, i
     MT_TRY(mti_nccl_check_context(ctx, "mt_comm_create_nccl_id", id, out));
     if (ranks < 1 || rank < 0 || rank >= ranks)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_comm_create_nccl_id: rank %d of %d ranks", rank, ranks);
-    if (ranks == 1) return (*out = mti_comm_new(&mti_alone, 0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
-    return mti_nccl_create(ctx, id, ranks, rank, timeout_s, out);
+    return mti_nccl_from_id(ctx, id, ranks, rank, timeout_s, NULL, out);
 }
 
 /* Creates a communicator over the caller's ncclComm_t, also for one rank, as above. *out is NULL. */
@@ -7402,6 +7446,11 @@ static mt_status mti_nccl_unbuilt(mt_context *ctx, const char *function, mt_comm
                    "%s: NCCL is not built into this program: compile the implementation with nvcc, as a .cu file, with "
                    "-DMT_USE_NCCL, and link with -lnccl",
                    function);
+}
+static mt_status mti_nccl_from_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
+                                  mt_comm *twin, mt_comm **out) {
+    return (void)id, (void)ranks, (void)rank, (void)timeout_s, mt_comm_destroy(twin),
+           mti_nccl_unbuilt(ctx, "mt_comm_create_for", out);
 }
 MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out) {
     return (void)out, mti_nccl_unbuilt(ctx, "mt_nccl_unique_id", NULL);
@@ -7453,6 +7502,7 @@ static mt_status mti_gather_peers(mt_context *ctx, mt_comm *local, const mti_pee
 /* For threads, and for processes over MPI. Leaves *out NULL when NCCL is not built, or own_gpus is 0. */
 static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
     mti_peer mine, first;
+    mt_comm *twin = NULL;
     int own_gpus = 0;
     if (!MTI_NCCL) return MT_SUCCESS;
     memset(&mine, 0, sizeof mine);
@@ -7464,7 +7514,8 @@ static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **
     if (first.status != MT_SUCCESS)
         return world->rank == 0 ? first.status
                                 : mti_refuse(ctx, world, MT_ERR_PEER, "mt_comm_create_for: rank 0 has no id from NCCL");
-    return mt_comm_create_nccl_id(ctx, &first.id, world->size, world->rank, world->group->timeout, out);
+    if (world->transport->are_threads) MT_TRY((world->transport->split)(world, 0, world->rank, &twin));
+    return mti_nccl_from_id(ctx, &first.id, world->size, world->rank, world->group->timeout, twin, out);
 }
 
 /* For processes without MPI. Each rank makes the same id, from NCCL_COMM_ID in the environment. */
@@ -10305,6 +10356,7 @@ MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_mai
     mt_status status;
     if (d.ranks == 0) d.ranks = 1;
     MT_TRY(mti_launch_check(&d, rank_main));
+    if (d.ranks > 1) mti_cuda_load_eagerly();
     if (d.ranks > 1) before = mti_hold(); /* the ranks' threads use the stack of this one */
     status = mti_launch_all(&d, rank_main, user);
     if (d.ranks > 1) mti_release(before);

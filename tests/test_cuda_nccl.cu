@@ -97,7 +97,7 @@ static void need_gpus(int ranks) {
 
 static mt_status job_comm(job *j, mt_context *ctx, mt_comm *world, mt_comm **out) {
     int rank = mt_comm_rank(world);
-    if (j->lone && j->how == FROM_ID) return mti_nccl_create(ctx, &j->id, 1, 0, j->timeout, out);
+    if (j->lone && j->how == FROM_ID) return mti_nccl_create(ctx, &j->id, 1, 0, j->timeout, NULL, out);
     if (j->lone) return mti_nccl_wrap(ctx, j->callers[0], 1, 0, j->timeout, out);
     if (j->how == FROM_ID) return mt_comm_create_nccl_id(ctx, &j->id, j->ranks, rank, j->timeout, out);
     if (is_callers(j->how)) return mt_comm_create_nccl(ctx, j->callers[rank], j->timeout, out);
@@ -709,7 +709,7 @@ static mt_status outlive(job *j, mt_context *ctx, mt_comm *comm) {
     if (j->lone) {
         mt_nccl_id id;
         MT_TRY(mt_nccl_unique_id(brief, &id));
-        MT_TRY(mti_nccl_create(brief, &id, 1, 0, j->timeout, &mine));
+        MT_TRY(mti_nccl_create(brief, &id, 1, 0, j->timeout, NULL, &mine));
     } else MT_TRY(mt_comm_create_for(brief, j->threads[mt_comm_rank(comm)], &mine));
     mt_context_destroy(brief); /* in the wrong order: the communicator can still be destroyed */
     CHECK(mt_comm_split(mine, 0, 0, &part) == MT_ERR_ARGUMENT &&

@@ -1,4 +1,5 @@
-/* test_cuda_sharing.cu - tests how NCCL shares a GPU with the library: the end of collectives that hang.
+/* test_cuda_sharing.cu - tests how NCCL shares a GPU with the library: the creation of communicators, and the
+   end of collectives that hang.
      On GPUs:       nvcc -std=c++17 -O2 -arch=native -I. tests/test_cuda_sharing.cu -lcublasLt -lnccl
                     Ranks need a GPU each; with fewer GPUs the cases are skipped.
      Without GPUs:  the engine in tests/engine/ runs the same file on a CPU. Only there it tests the faults that the
@@ -18,6 +19,7 @@ struct NcclCounts {
 NcclCounts nccl_counts();
 void nccl_silence(int device, int after);
 void nccl_reset_faults();
+void nccl_allocate_in_creation(bool on);
 } // namespace mte
 #endif
 
@@ -72,43 +74,117 @@ static mt_status job_launch(job *j) {
     return mt_launch(&d, job_rank, j);
 }
 
-#if defined(MT_CUDA_ENGINE)
-/* ---- collectives that hang --------------------------------------------------------------------------------------- */
+static void job_run(job *j) { assert_int_equal(job_launch(j), MT_SUCCESS); }
 
-/* The last call of rank 3 never arrives, and behind it in the stream are calls of other communicators. */
-static mt_status hang(job *j, mt_context *ctx, mt_comm *comm) {
-    int rank = mt_comm_rank(comm);
+/* ---- variables of the environment -------------------------------------------------------------------------------- */
+
+/* A variable of the environment, as it was before a test. */
+typedef struct variable {
+    const char *name;
+    int set;
+    char value[64];
+} variable;
+
+static variable variable_take(const char *name) {
+    variable v = {name, getenv(name) != NULL, ""};
+    if (v.set) snprintf(v.value, sizeof v.value, "%s", getenv(name));
+    unsetenv(name);
+    return v;
+}
+
+static void variable_give_back(const variable *v) {
+    if (v->set) setenv(v->name, v->value, 1);
+    else unsetenv(v->name);
+}
+
+/* ---- ranks that are threads -------------------------------------------------------------------------------------- */
+
+static mt_status module_loading(mt_comm *world, void *user) {
+    if (mt_comm_rank(world) == 0) snprintf((char *)user, 16, "%s", getenv("CUDA_MODULE_LOADING"));
+    return MT_SUCCESS;
+}
+
+/* Kernels are loaded before ranks that are threads wait for each other, unless the program says otherwise. */
+static void test_kernels_are_loaded_first(void **state) {
+    variable loading = variable_take("CUDA_MODULE_LOADING");
+    mt_launch_desc d;
+    char value[16];
+    (void)state;
+    memset(&d, 0, sizeof d);
+    d.ranks = 2;
+    assert_int_equal(mt_launch(&d, module_loading, value), MT_SUCCESS);
+    assert_string_equal(value, "EAGER");
+    setenv("CUDA_MODULE_LOADING", "LAZY", 1);
+    assert_int_equal(mt_launch(&d, module_loading, value), MT_SUCCESS);
+    assert_string_equal(value, "LAZY");
+    variable_give_back(&loading);
+}
+
+#if defined(MT_CUDA_ENGINE)
+static mt_status grids(job *j, mt_context *ctx, mt_comm *comm) {
     mt_grid grid;
-    mt_status status;
+    mt_comm *odd = NULL;
     void *x;
-    MT_TRY(mt_grid_create(comm, &j->shape, &grid));
     MT_TRY(mt_arena_alloc(ctx, 64, &x));
     MT_TRY(mt_cuda_zero(ctx, x, 64));
-    MT_TRY(mt_barrier(ctx, comm));
+    MT_TRY(mt_grid_create(comm, &j->shape, &grid));
     MT_TRY(mt_all_reduce(ctx, grid.tp, x, x, 4, MT_F32, MT_SUM));
-    MT_TRY(mt_all_reduce(ctx, grid.dp, x, x, 4, MT_F32, MT_SUM));
-    MT_TRY(mt_all_reduce(ctx, grid.model, x, x, 4, MT_F32, MT_SUM));
+    MT_TRY(mt_comm_split(comm, mt_comm_rank(comm) % 2 ? 0 : -1, 0, &odd)); /* only some ranks are in the group */
+    if (odd) MT_TRY(mt_all_reduce(ctx, odd, x, x, 4, MT_F32, MT_SUM));
     MT_TRY(mt_barrier(ctx, comm));
-    if (rank == 3) mte::nccl_silence(3, 0);
-    MT_TRY(mt_all_reduce(ctx, grid.tp, x, x, 4, MT_F32, MT_SUM));
-    MT_TRY(mt_all_reduce(ctx, grid.dp, x, x, 4, MT_F32, MT_SUM));
-    MT_TRY(mt_all_reduce(ctx, grid.model, x, x, 4, MT_F32, MT_SUM));
-    comm->nccl.timeout = grid.tp->nccl.timeout = grid.dp->nccl.timeout = grid.model->nccl.timeout = SHORT;
-    status = mt_context_synchronize(ctx);
-    CHECK(grid.tp->nccl.broken && grid.dp->nccl.broken && grid.model->nccl.broken);
+    mt_comm_destroy(odd);
     mt_grid_destroy(&grid);
-    return status;
+    return MT_SUCCESS;
+}
+
+/* A rank that has its communicator waits for those that still create it, and allocate, before it calls a collective. */
+static void test_creation_that_allocates(void **state) {
+    job j = job_make(4, grids);
+    (void)state;
+    j.shape.tp = 2;
+    mte::nccl_allocate_in_creation(true);
+    job_run(&j);
+    mte::nccl_allocate_in_creation(false);
+}
+
+/* ---- collectives that hang --------------------------------------------------------------------------------------- */
+
+#define HANGING 3 /* communicators */
+
+static int has_ended; /* atomic: rank 0 has ended its wait */
+
+/* The calls of rank 1 on all communicators never arrive. It waits until rank 0 has given up. */
+static mt_status hang(job *j, mt_context *ctx, mt_comm *comm) {
+    mt_comm *part[HANGING];
+    int rank = mt_comm_rank(comm);
+    mt_status status;
+    void *x;
+    (void)j;
+    MT_TRY(mt_arena_alloc(ctx, 64, &x));
+    MT_TRY(mt_cuda_zero(ctx, x, 64));
+    for (int i = 0; i < HANGING; i++) MT_TRY(mt_comm_split(comm, 0, rank, &part[i]));
+    for (int i = 0; i < HANGING; i++) MT_TRY(mt_all_reduce(ctx, part[i], x, x, 4, MT_F32, MT_SUM));
+    MT_TRY(mt_barrier(ctx, comm));
+    if (rank == 1) mte::nccl_silence(1, 0);
+    for (int i = 0; i < HANGING; i++) MT_TRY(mt_all_reduce(ctx, part[i], x, x, 4, MT_F32, MT_SUM));
+    while (rank == 1 && !__atomic_load_n(&has_ended, __ATOMIC_ACQUIRE)) usleep(1000);
+    for (int i = 0; i < HANGING; i++) part[i]->nccl.timeout = SHORT;
+    status = mt_context_synchronize(ctx);
+    for (int i = 0; i < HANGING && rank == 0; i++) CHECK(part[i]->nccl.broken == MT_ERR_TIMEOUT);
+    if (rank == 0) __atomic_store_n(&has_ended, 1, __ATOMIC_RELEASE);
+    for (int i = HANGING; i-- > 0;) mt_comm_destroy(part[i]);
+    return rank == 0 ? status : MT_SUCCESS;
 }
 
 /* The stand-in's abort of one waits behind the kernel of another one that hangs: aborts must come together. */
 static void test_three_that_hang(void **state) {
-    job j = job_make(4, hang);
+    job j = job_make(2, hang);
     (void)state;
-    j.shape.tp = 2;
+    has_ended = 0;
     j.where.no_nccl_checks = 1;
     assert_int_equal(job_launch(&j), MT_ERR_TIMEOUT);
     mte::nccl_reset_faults();
-    assert_int_equal(mte::nccl_counts().alive, 0);
+    while (mte::nccl_counts().alive > 0) usleep(1000); /* aborts may go on behind the program */
 }
 
 static void count_warning(void *user, mt_log_level level, const char *message) {
@@ -165,7 +241,9 @@ static void test_frees_beside_a_communicator_that_hangs(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_kernels_are_loaded_first),
 #if defined(MT_CUDA_ENGINE)
+        cmocka_unit_test(test_creation_that_allocates),
         cmocka_unit_test(test_three_that_hang),
         cmocka_unit_test(test_frees_beside_a_communicator_that_hangs),
 #endif

@@ -98,6 +98,10 @@ MT_API mt_status mt_cuda_enter(mt_context *ctx) {
     return MT_SUCCESS;
 }
 
+/* For ranks that are threads, before the first of them uses CUDA. By default CUDA loads a kernel in its first launch,
+   and may then wait for all kernels that run, on any GPU of the process: for a collective that waits for this rank. */
+static void mti_cuda_load_eagerly(void) { setenv("CUDA_MODULE_LOADING", "EAGER", 0); }
+
 static int mti_cuda_count(void) {
     int devices = 0;
     return cudaGetDeviceCount(&devices) == cudaSuccess ? devices : (cudaGetLastError(), 0);
@@ -387,6 +391,7 @@ static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
 }
 static void mti_cuda_free(void *user, void *ptr, size_t bytes) { (void)user, (void)ptr, (void)bytes; }
 static int mti_cuda_count(void) { return 0; }
+static void mti_cuda_load_eagerly(void) {}
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     return (void)ctx, (void)desc, MT_ERR_UNSUPPORTED;
 }

@@ -64,6 +64,7 @@ static mt_status mti_nccl_mark(mt_context *ctx, mt_comm *comm, mt_status status,
                                mti_aborts *all) {
     comm->nccl.broken = status;
     mti_channel_fail(comm, status, text->data);
+    if (comm->nccl.twin) mti_break(comm->nccl.twin->group, MT_ERR_PEER, text, MTI_ANY);
     if (comm->nccl.home) mti_graphs_lose(comm->nccl.home); /* an abort waits for the graphs that use comm to end */
     if (comm->nccl.owned) {
         mti_aborts_add(all, comm->nccl.handle, comm->nccl.opener);
@@ -385,6 +386,7 @@ static void mti_nccl_destroy(mt_comm *comm) {
     if (n->owned && n->opener && mti_nccl_poll(NULL, comm, n->opener, ncclCommFinalize(n->opener)) == MT_SUCCESS)
         ncclCommDestroy(n->opener);
     mti_watchdog_leave(comm);
+    mt_comm_destroy(n->twin);
 }
 
 /* Detaches all communicators from a context that is being destroyed. They can still be destroyed afterwards. */
@@ -629,6 +631,28 @@ static mt_status mti_nccl_connect(mt_context *ctx, mt_comm *comm, int color, con
     return mti_channel_open(ctx, comm, listener, &all[r].listener);
 }
 
+/* While the ranks create a communicator, NCCL allocates memory, and CUDA may let an allocation in one thread wait for a
+   kernel in another one, on another GPU. A collective of a rank that is ahead would wait for the rank that allocates.
+   So ranks that are threads wait for each other, without NCCL, before the first collective. */
+static mt_status mti_nccl_line_up(mt_context *ctx, mt_comm *comm) {
+    mt_comm *twin = comm->nccl.twin;
+    mti_call call = mti_call_make(MTI_CREATE, NULL, NULL, 0, MT_U8);
+    if (!twin) return MT_SUCCESS;
+    MT_TRY((twin->transport->enter)(ctx, twin, &call));
+    (twin->transport->exit)(twin);
+    return MT_SUCCESS;
+}
+
+/* The same after a split of comm. The group of *out, which may be NULL, gets its twin. */
+static mt_status mti_nccl_line_up_split(mt_comm *comm, int color, int key, mt_comm *out) {
+    mt_comm *twin = comm->nccl.twin, *part = NULL;
+    if (!twin) return MT_SUCCESS;
+    MT_TRY((twin->transport->split)(twin, color < 0 ? -1 : color, key, &part));
+    if (out && out->nccl.home) out->nccl.twin = part;
+    else mt_comm_destroy(part);
+    return MT_SUCCESS;
+}
+
 /* Splits the blocking handle of child, or nothing if child is NULL, from comm. Waits until both are ready. The handle
    of the child is valid only when the call on the parent has completed. */
 static mt_status mti_nccl_carve(mt_context *ctx, mt_comm *comm, int color, int rank, mt_comm *child) {
@@ -688,6 +712,7 @@ static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out
     if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
     status = mti_nccl_members(ctx, comm, MTI_SPLIT, all);
     if (status == MT_SUCCESS) status = mti_nccl_divide(ctx, comm, color, all, name, out);
+    if (status == MT_SUCCESS) status = mti_nccl_line_up_split(comm, color, key, *out);
     status = mti_nccl_finish(ctx, status, color, all, comm->size, listener, out);
     free(all);
     return status == MT_SUCCESS ? status : mt_comm_fail(comm, status, mt_last_error(ctx));
@@ -736,15 +761,20 @@ static mt_status mti_nccl_meet(mt_context *ctx, mt_comm **out) {
     return status;
 }
 
-/* Creates a communicator from an id, over NCCL also for one rank, as the tests need it. *out is NULL. */
+/* Creates a communicator from an id, over NCCL also for one rank, as the tests need it. *out is NULL. twin: the ranks
+   as threads, which *out then owns, or NULL */
 static mt_status mti_nccl_create(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
-                                 mt_comm **out) {
+                                 mt_comm *twin, mt_comm **out) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     ncclUniqueId unique;
     mt_comm *comm;
     mt_status status;
     comm = mti_nccl_new(&mti_over_nccl, ctx, rank, ranks, "world", timeout_s, MTI_CREATE);
-    if (!comm) return mt_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl_id: no memory for the communicator");
+    if (!comm) {
+        mt_comm_destroy(twin);
+        return mt_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl_id: no memory for the communicator");
+    }
+    comm->nccl.twin = twin;
     memcpy(unique.internal, id->bytes, sizeof id->bytes);
     config.blocking = 0;
     status = mti_watchdog_join(ctx, comm);
@@ -753,8 +783,17 @@ static mt_status mti_nccl_create(mt_context *ctx, const mt_nccl_id *id, int rank
         status = mti_nccl_poll(ctx, comm, comm->nccl.opener, result);
     }
     if (status == MT_SUCCESS) status = mti_nccl_carve(ctx, comm, 0, rank, comm);
+    if (status == MT_SUCCESS) status = mti_nccl_line_up(ctx, comm);
     MT_TRY(mti_nccl_begin(ctx, comm, status, out));
     return mti_nccl_meet(ctx, out);
+}
+
+/* Implements mt_comm_create_nccl_id, and destroys the twin if it fails. */
+static mt_status mti_nccl_from_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
+                                  mt_comm *twin, mt_comm **out) {
+    if (ranks > 1) return mti_nccl_create(ctx, id, ranks, rank, timeout_s, twin, out);
+    mt_comm_destroy(twin);
+    return (*out = mti_comm_new(&mti_alone, 0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
 }
 
 MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
@@ -763,8 +802,7 @@ MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, i
     MT_TRY(mti_nccl_check_context(ctx, "mt_comm_create_nccl_id", id, out));
     if (ranks < 1 || rank < 0 || rank >= ranks)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_comm_create_nccl_id: rank %d of %d ranks", rank, ranks);
-    if (ranks == 1) return (*out = mti_comm_new(&mti_alone, 0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
-    return mti_nccl_create(ctx, id, ranks, rank, timeout_s, out);
+    return mti_nccl_from_id(ctx, id, ranks, rank, timeout_s, NULL, out);
 }
 
 /* Creates a communicator over the caller's ncclComm_t, also for one rank, as above. *out is NULL. */
@@ -812,6 +850,11 @@ static mt_status mti_nccl_unbuilt(mt_context *ctx, const char *function, mt_comm
                    "%s: NCCL is not built into this program: compile the implementation with nvcc, as a .cu file, with "
                    "-DMT_USE_NCCL, and link with -lnccl",
                    function);
+}
+static mt_status mti_nccl_from_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
+                                  mt_comm *twin, mt_comm **out) {
+    return (void)id, (void)ranks, (void)rank, (void)timeout_s, mt_comm_destroy(twin),
+           mti_nccl_unbuilt(ctx, "mt_comm_create_for", out);
 }
 MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out) {
     return (void)out, mti_nccl_unbuilt(ctx, "mt_nccl_unique_id", NULL);
@@ -863,6 +906,7 @@ static mt_status mti_gather_peers(mt_context *ctx, mt_comm *local, const mti_pee
 /* For threads, and for processes over MPI. Leaves *out NULL when NCCL is not built, or own_gpus is 0. */
 static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
     mti_peer mine, first;
+    mt_comm *twin = NULL;
     int own_gpus = 0;
     if (!MTI_NCCL) return MT_SUCCESS;
     memset(&mine, 0, sizeof mine);
@@ -874,7 +918,8 @@ static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **
     if (first.status != MT_SUCCESS)
         return world->rank == 0 ? first.status
                                 : mti_refuse(ctx, world, MT_ERR_PEER, "mt_comm_create_for: rank 0 has no id from NCCL");
-    return mt_comm_create_nccl_id(ctx, &first.id, world->size, world->rank, world->group->timeout, out);
+    if (world->transport->are_threads) MT_TRY((world->transport->split)(world, 0, world->rank, &twin));
+    return mti_nccl_from_id(ctx, &first.id, world->size, world->rank, world->group->timeout, twin, out);
 }
 
 /* For processes without MPI. Each rank makes the same id, from NCCL_COMM_ID in the environment. */

@@ -158,6 +158,7 @@ typedef struct mti_nccl {
     struct ncclComm *handle; /* carries the collectives; blocking if owned. NULL: aborted */
     struct ncclComm *opener; /* the same ranks, non-blocking, only for splits; NULL: splits are made from handle */
     struct mti_watchdog *watchdog; /* bounds the calls on handle; NULL: the handle is the caller's */
+    mt_comm *twin;                 /* the same ranks as threads; NULL: they are not, or it is not known */
     struct mti_channel *channel;   /* compares the calls of the ranks; NULL: they are not compared */
     mt_context *home;              /* the context that the communicator belongs to; NULL: the context is destroyed */
     mt_comm *next;                 /* in the list mt_context.nccl */

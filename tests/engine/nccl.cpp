@@ -77,6 +77,9 @@ void nccl_reset_faults();
 void nccl_set_version(int version); // sets what ncclGetVersion returns; 0: the version of the header
 void nccl_keep_windows(bool on);    // ncclCommWindowDeregister fails
 void nccl_let_mismatches_hang(bool on);
+// The creation of a communicator does not end on a rank while a collective of any communicator waits for peers, as if
+// the rank had to allocate memory, and the memory of all devices were one. Rank 0 is ahead of the others.
+void nccl_allocate_in_creation(bool on);
 
 struct NcclCounts {
     // communicators created so far, and alive now; registrations now, including windows; windows now; groups of calls
@@ -96,7 +99,8 @@ struct ncclComm {
     std::shared_ptr<mte::Clique> clique;
     int rank = 0, device = 0;
     bool blocking = true, finalized = false, aborted = false;
-    int waiting = 0; // calls that wait on the host for peers
+    int waiting = 0;  // calls that wait on the host for peers
+    int creating = 0; // questions until its creation can end, see nccl_allocate_in_creation
     ncclResult_t state = ncclInProgress;
     // an error that ncclCommGetAsyncError does not return yet, but will when it is called again
     ncclResult_t later = ncclSuccess;
@@ -1542,6 +1546,26 @@ template <class T> ncclResult_t query(const ncclComm *comm, T *value, T answer, 
     return ncclSuccess;
 }
 
+bool creation_allocates = false;
+
+bool a_collective_waits() {
+    for (const auto &comm : all_comms)
+        if (comm->clique)
+            for (const auto &item : comm->clique->open)
+                if (item.second->entered > 0 && item.second->entered < item.second->expected() && !item.second->broken)
+                    return true;
+    return false;
+}
+
+// The rest of a creation that needs an allocation. A rank behind rank 0 is 100 questions late.
+bool still_creates(ncclComm &comm) {
+    if (comm.creating == 0) return false;
+    if (comm.creating > 1) comm.creating--;
+    if (comm.creating > 1 || a_collective_waits()) return true;
+    comm.creating = 0;
+    return false;
+}
+
 // Reports that a call would wait forever: NCCL waits in ncclCommAbort and in ncclCommDestroy until all graphs with
 // calls of the communicator have been destroyed (commReclaim in src/init.cc of NCCL 2.27).
 void check_graphs(const ncclComm &comm, const char *what) {
@@ -1591,6 +1615,11 @@ void nccl_reset_faults() {
 void nccl_keep_windows(bool on) {
     Guard guard;
     windows_stay = on;
+}
+
+void nccl_allocate_in_creation(bool on) {
+    Guard guard;
+    creation_allocates = on;
 }
 
 void nccl_let_mismatches_hang(bool on) {
@@ -1701,6 +1730,7 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *out,
         if (result != ncclSuccess) return note(result);
         DeviceScope scope(comm->device);
         if (color != NCCL_SPLIT_NOCOLOR) child = new_comm(is_blocking(config, comm->blocking));
+        if (child && creation_allocates) child->creating = comm->rank > 0 ? 100 : 1;
         *out = nullptr;
         if (!comm->blocking && child) comm->handles.push_back([out, child] { *out = child; });
         round = enter_round(*comm, kSplitRound, Entry{comm->rank, color, key, child, 0});
@@ -1715,6 +1745,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
     const ncclResult_t result = check_comm(comm, "ncclCommGetAsyncError");
     if (result != ncclSuccess) return result;
     if (!error) return refuse(ncclInvalidArgument, "GetAsyncError : asyncError argument is NULL");
+    if (comm->state == ncclSuccess && still_creates(*comm)) return *error = ncclInProgress, ncclSuccess;
     if (comm->state == ncclInProgress && others_came(*comm) && --comm->polls <= 0) {
         comm->state = ncclSuccess;
         run_deferred(*comm);
