@@ -200,6 +200,29 @@ typedef struct mt_comm mt_comm;       /* opaque */
 
 #define MT_ARENA_DEFAULT ((size_t)256 << 20)
 
+/* How NCCL adds, and which streams go first. A zero-initialised one means the defaults. Ignored on other devices than
+   MT_DEVICE_CUDA. */
+typedef struct mt_nccl_options {
+    /* 1: NCCL adds in the same order in every run on the same machines: it does not use NVLS, the sums of NVSwitch, and
+       gradients are no symmetric windows. The library sets NCCL_NVLS_ENABLE=0 in the environment, which NCCL reads once
+       in a process: create such a context before anything in the process uses NCCL. See docs/gpus.md, "Order of sums".
+       0: only in invariant mode */
+    int deterministic;
+    /* The most thread blocks of a collective of NCCL that overlaps in the second stream (tensor parallelism) or in the
+       third (data parallelism). Each takes a multiprocessor of the GPU from the products beside it, which are chosen
+       for the others. All ranks have the same. -1: as many as NCCL likes, and products are chosen for all. 0:
+       MT_SECOND_CTAS and MT_THIRD_CTAS */
+    int second_ctas, third_ctas;
+    /* A kernel in a stream of high priority gets free multiprocessors first. The second stream, with the collectives of
+       tensor parallelism, has the highest priority, and the third, with those of data parallelism, that of the compute
+       stream. */
+    int second_is_normal; /* 1: the second stream has the priority of the compute stream, too */
+    int third_is_high;    /* 1: the third stream has the highest priority, too */
+} mt_nccl_options;
+
+#define MT_SECOND_CTAS 16
+#define MT_THIRD_CTAS 8
+
 /* A zero-initialised desc means: CPU, an arena of 256 MiB, the default allocator, no log. The library never writes to
    arena memory that is not allocated, so on a CPU the unused part of a large arena usually takes no physical memory.
    Options of operators and layers are set after the context is created: mt_gemm_set_options (mt_kernels.cuh),
@@ -234,6 +257,7 @@ typedef struct mt_context_desc {
     /* 1: the calls of ranks over NCCL are not compared, see "communicators over NCCL". Set it on all ranks or on none.
        Ignored on other devices than MT_DEVICE_CUDA. 0: they are compared */
     int no_nccl_checks;
+    mt_nccl_options nccl;
     /* for the arena and mt_context_alloc; {NULL}: posix_memalign on a CPU and cudaMalloc on a GPU, but ncclMemAlloc for
        2 MiB or more on a GPU when NCCL is built */
     mt_allocator allocator;
@@ -795,7 +819,19 @@ MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, mt_strea
 MT_API mt_status mt_overlap_end(mt_context *ctx, int ticket, mt_status status);
 MT_API mt_status mt_overlap_wait(mt_context *ctx, int ticket);
 MT_API mt_status mt_overlap_wait_all(mt_context *ctx);
+
 MT_API int mt_overlap_is_planned(const mt_context *ctx); /* 1: on a GPU, or planned for a GPU on MT_DEVICE_META */
+
+/* As mt_comm_split, for groups whose collectives overlap in this stream. Over NCCL, each thread block of a collective
+   takes a multiprocessor of the GPU from the kernels beside it. So a collective of the new group has at most
+   mt_nccl_options.second_ctas or third_ctas of them. On other communicators, and with MT_STREAM_NONE, the call is
+   mt_comm_split. mt_grid_create calls it for the tensor and the data group. Errors: as mt_comm_split, and
+   MT_ERR_ARGUMENT (no such stream). */
+MT_API mt_status mt_comm_split_for(mt_comm *comm, int color, int key, mt_stream stream, mt_comm **out);
+
+/* Returns the most multiprocessors that collectives with a pending ticket take, by these limits. mt_gemm then chooses
+   an algorithm for the others. 0: none, or NCCL has no limit. */
+MT_API int mt_overlap_multiprocessors(const mt_context *ctx);
 
 /* ---- communicators over a transport of the program, for authors of transports (src/comm/transport.h) ------------- */
 
@@ -1494,18 +1530,21 @@ struct mt_context {
     struct CUstream_st *second_stream, *third_stream;
     struct CUevent_st *events[MTI_EVENTS]; /* one per ticket; the last one is for mti_cuda_fork */
     mti_staging staging;
-    int recording;              /* 1: between mt_graph_begin and mt_graph_end */
-    mt_graph *graphs;           /* list of the graphs of this context that can run */
-    int captures;               /* 1: this context has begun a capture, which has not ended */
-    mt_comm *recorders;         /* the ranks that record together; NULL: this rank alone */
-    struct mti_group *turns;    /* the group of the recorders, kept alive */
-    int has_turn;               /* 1: of the recorders, this rank records now */
-    unsigned pending;           /* bit mask of tickets that the compute stream has not waited for */
-    int overlapped;             /* 1: mti_cuda_fork has been called */
-    int stuck;                  /* 1: a stream has not ended in time, so nothing is freed that it may use */
-    uint64_t reached;           /* bit mask of other GPUs whose memory this GPU can read */
-    struct CUstream_st *stream; /* where calls put their work: compute_stream, or another one after mti_cuda_fork */
+    int recording;               /* 1: between mt_graph_begin and mt_graph_end */
+    mt_graph *graphs;            /* list of the graphs of this context that can run */
+    int captures;                /* 1: this context has begun a capture, which has not ended */
+    mt_comm *recorders;          /* the ranks that record together; NULL: this rank alone */
+    struct mti_group *turns;     /* the group of the recorders, kept alive */
+    int has_turn;                /* 1: of the recorders, this rank records now */
+    unsigned pending;            /* bit mask of tickets that the compute stream has not waited for */
+    int forked_ctas;             /* thread blocks of the communicator of the overlap that has begun last */
+    int ticket_ctas[MTI_EVENTS]; /* the same for the overlap with each ticket */
+    int overlapped;              /* 1: mti_cuda_fork has been called */
+    int stuck;                   /* 1: a stream has not ended in time, so nothing is freed that it may use */
+    uint64_t reached;            /* bit mask of other GPUs whose memory this GPU can read */
+    struct CUstream_st *stream;  /* where calls put their work: compute_stream, or another one after mti_cuda_fork */
     int arena_symmetric, no_nccl_checks;
+    mt_nccl_options nccl_options;
     mt_comm *nccl;              /* list of the communicators over NCCL that belong to this context */
     uint64_t nccl_calls;        /* number of calls on these communicators so far */
     struct mti_window *windows; /* list of the memory registered with these communicators */
@@ -1609,6 +1648,8 @@ typedef struct mti_nccl {
     uint64_t number;               /* mt_context.nccl_calls at the last call */
     double timeout;
     int ordinal, owned;
+    int max_ctas;     /* most thread blocks of a kernel; 0: as many as NCCL likes */
+    int split_ctas;   /* the same for the groups of the mt_comm_split_for that runs */
     int busy;         /* 1: the communicator may have work in the stream */
     mt_status broken; /* MT_SUCCESS: not broken */
 } mti_nccl;
@@ -1896,7 +1937,7 @@ static mt_status mti_staging_open(mt_context *ctx) {
 
 /* Creates the streams and events of a context, after a check of the GPU's number. */
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
-    int devices = 0, major = 0, minor = 0, lowest, highest, i;
+    int devices = 0, major = 0, minor = 0, lowest, highest, second, third, i;
     ctx->ordinal = desc->ordinal;
     ctx->stream = desc->stream;
     MT_CUDA_TRY(ctx, cudaGetDeviceCount(&devices));
@@ -1913,8 +1954,10 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     }
     ctx->compute_stream = ctx->stream;
     MT_CUDA_TRY(ctx, cudaDeviceGetStreamPriorityRange(&lowest, &highest));
-    MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->second_stream, cudaStreamNonBlocking, highest));
-    MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->third_stream, cudaStreamNonBlocking, highest));
+    second = desc->nccl.second_is_normal ? lowest : highest;
+    third = desc->nccl.third_is_high ? highest : lowest;
+    MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->second_stream, cudaStreamNonBlocking, second));
+    MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->third_stream, cudaStreamNonBlocking, third));
     for (i = 0; i < MTI_EVENTS; i++)
         MT_CUDA_TRY(ctx, cudaEventCreateWithFlags(&ctx->events[i], cudaEventDisableTiming));
     return mti_staging_open(ctx);
@@ -2136,6 +2179,7 @@ static mt_status mti_cuda_fork_end(mt_context *ctx, int ticket) {
     MT_TRY(mt_cuda_enter(ctx));
     MT_CUDA_TRY(ctx, cudaEventRecord(ctx->events[ticket], side));
     ctx->pending |= 1u << ticket;
+    ctx->ticket_ctas[ticket] = ctx->forked_ctas;
     return MT_SUCCESS;
 }
 
@@ -3315,6 +3359,12 @@ static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) 
                  desc->invariant_data);
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
     }
+    if (desc->nccl.second_ctas < -1 || desc->nccl.third_ctas < -1) {
+        snprintf(text, sizeof text, "mt_context_create: nccl.%s is %d, must be at least -1",
+                 desc->nccl.second_ctas < -1 ? "second_ctas" : "third_ctas",
+                 desc->nccl.second_ctas < -1 ? desc->nccl.second_ctas : desc->nccl.third_ctas);
+        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
+    }
     if (desc->stream && desc->device != MT_DEVICE_CUDA) {
         snprintf(text, sizeof text, "mt_context_create: stream is set, but device is %s",
                  desc->device == MT_DEVICE_META ? "MT_DEVICE_META" : "MT_DEVICE_CPU");
@@ -3337,6 +3387,7 @@ static void mti_context_fill(mt_context *ctx, mt_comm *world, const mt_context_d
     ctx->arena_bytes = d->arena_bytes ? d->arena_bytes : MT_ARENA_DEFAULT;
     ctx->arena_symmetric = d->arena_symmetric;
     ctx->no_nccl_checks = d->no_nccl_checks;
+    ctx->nccl_options = d->nccl;
     if (d->allocator.alloc) return;
     ctx->allocator.alloc = d->device == MT_DEVICE_CUDA ? mti_cuda_alloc : mti_default_alloc;
     ctx->allocator.free = d->device == MT_DEVICE_CUDA ? mti_cuda_free : mti_default_free;
@@ -5160,13 +5211,32 @@ static mt_status mti_comm_split(mt_comm *comm, int color, int key, mt_comm **out
     return MT_SUCCESS;
 }
 
-MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out) {
-    int before = mti_hold();
-    mt_status status = MT_ERR_ARGUMENT;
+/* The limit of thread blocks for collectives in a stream; 0: none */
+static int mti_stream_ctas(const mt_context *ctx, mt_stream stream) {
+    int second = stream == MT_STREAM_SECOND, asked;
+    if (!ctx || stream == MT_STREAM_NONE) return 0;
+    asked = second ? ctx->nccl_options.second_ctas : ctx->nccl_options.third_ctas;
+    return asked < 0 ? 0 : asked > 0 ? asked : second ? MT_SECOND_CTAS : MT_THIRD_CTAS;
+}
+
+MT_API mt_status mt_comm_split_for(mt_comm *comm, int color, int key, mt_stream stream, mt_comm **out) {
+    int before;
+    mt_status status;
     if (out) *out = NULL;
-    if (comm) status = mti_comm_split(comm, color, key, out);
+    if (!comm) return MT_ERR_ARGUMENT;
+    if (stream < MT_STREAM_NONE || stream > MT_STREAM_THIRD)
+        return mti_refuse(NULL, comm, MT_ERR_ARGUMENT, "mt_comm_split_for: stream is %d, must be %d to %d", (int)stream,
+                          (int)MT_STREAM_NONE, (int)MT_STREAM_THIRD);
+    before = mti_hold();
+    comm->nccl.split_ctas = mti_stream_ctas(comm->nccl.home, stream);
+    status = mti_comm_split(comm, color, key, out);
+    comm->nccl.split_ctas = 0;
     mti_release(before);
     return status;
+}
+
+MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    return mt_comm_split_for(comm, color, key, MT_STREAM_NONE, out);
 }
 
 static const mti_transport mti_threads = {1,         1,        mti_no_check,    mti_local_collective, mti_local_p2p,
@@ -6860,6 +6930,41 @@ static void mti_nccl_launched(mt_context *ctx) {
     }
 }
 
+/* -- the order of sums -- */
+
+#define MTI_NVLS "NCCL_NVLS_ENABLE"
+
+static int mti_nccl_is_deterministic(const mt_context *ctx) {
+    return ctx->nccl_options.deterministic || ctx->invariant;
+}
+
+/* Before NCCL makes a communicator: turns NVLS off, if sums must not depend on the run. Invariant mode adds by itself,
+   so there a program may have asked for NVLS. */
+static mt_status mti_nccl_fix_order(mt_context *ctx, const char *function) {
+    const char *nvls = getenv(MTI_NVLS);
+    if (!mti_nccl_is_deterministic(ctx) || (nvls && strcmp(nvls, "0") == 0)) return MT_SUCCESS;
+    if (nvls && !ctx->nccl_options.deterministic) return MT_SUCCESS;
+    if (nvls)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: " MTI_NVLS " is %.32s in the environment, but mt_context_desc.nccl.deterministic needs 0: "
+                       "sums of NVLS may differ from run to run",
+                       function, nvls);
+    if (setenv(MTI_NVLS, "0", 0) == 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SYSTEM, "%s: cannot set " MTI_NVLS " to 0 in the environment: %s", function,
+                   strerror(errno));
+}
+
+/* A communicator of the program has been made already: it must have been made without NVLS. */
+static mt_status mti_nccl_check_order(mt_context *ctx) {
+    const char *nvls = getenv(MTI_NVLS);
+    if (!ctx->nccl_options.deterministic || (nvls && strcmp(nvls, "0") == 0)) return MT_SUCCESS;
+    return mt_fail(
+        ctx, MT_ERR_ARGUMENT,
+        "mt_comm_create_nccl: mt_context_desc.nccl.deterministic needs a communicator that was created with " MTI_NVLS
+        "=0 in the environment, where it is %.32s",
+        nvls ? nvls : "not set");
+}
+
 /* -- registration -- */
 
 typedef struct mti_window {
@@ -6873,11 +6978,28 @@ typedef struct mti_window {
 #endif
 } mti_window;
 
-/* Implements mt_comm_register. NCCL 2.27 or later registers the memory as a symmetric window. Its results are undefined
-   when a buffer is in symmetric windows of several communicators. */
+/* Registers the memory of w: as a symmetric window where NCCL has them, and otherwise as a buffer. A window lets NCCL
+   add with the kernels of NVLS. NCCL also returns success, and no window, where it does not support one. */
+static mt_status mti_window_begin(mt_context *ctx, mti_window *w, void *memory) {
+    mt_comm *comm = w->comm;
+    int version = 0, in_order = mti_nccl_is_deterministic(ctx);
+    ncclGetVersion(&version);
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
+    if (version >= NCCL_VERSION(2, 27, 0) && !in_order) {
+        MT_TRY(MTI_NCCL_RUN(
+            ctx, comm,
+            ncclCommWindowRegister(comm->nccl.handle, memory, w->bytes, &w->window, NCCL_WIN_COLL_SYMMETRIC)));
+        if (w->window) return MT_SUCCESS;
+    }
+#endif
+    (void)in_order; /* NCCL before 2.27 */
+    return MTI_NCCL_RUN(ctx, comm, ncclCommRegister(comm->nccl.handle, memory, w->bytes, &w->buffer));
+}
+
+/* Implements mt_comm_register. Results of NCCL are undefined when a buffer is in symmetric windows of several
+   communicators. */
 static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
     const char *begin = (const char *)memory;
-    int version = 0;
     mti_window *w;
     if (ctx->allocator.alloc != mti_cuda_alloc || bytes < MTI_NCCL_MEMORY) return MT_SUCCESS;
     for (w = ctx->windows; w; w = w->next)
@@ -6889,14 +7011,7 @@ static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, s
     w->bytes = bytes;
     w->next = ctx->windows;
     ctx->windows = w;
-    ncclGetVersion(&version);
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
-    if (version >= NCCL_VERSION(2, 27, 0)) {
-        return MTI_NCCL_RUN(
-            ctx, comm, ncclCommWindowRegister(comm->nccl.handle, memory, bytes, &w->window, NCCL_WIN_COLL_SYMMETRIC));
-    }
-#endif
-    return MTI_NCCL_RUN(ctx, comm, ncclCommRegister(comm->nccl.handle, memory, bytes, &w->buffer));
+    return mti_window_begin(ctx, w, memory);
 }
 
 /* Deregisters memory, and waits until this is done. After an error the communicator is broken. Both handles are NULL
@@ -7256,6 +7371,7 @@ static mt_status mti_nccl_carve(mt_context *ctx, mt_comm *comm, int color, int r
     struct ncclComm *opener = comm->nccl.opener, *none = NULL, **handle = child ? &child->nccl.handle : &none;
     int taken = child ? color : NCCL_SPLIT_NOCOLOR;
     config.blocking = 1;
+    if (child && child->nccl.max_ctas) config.maxCTAs = child->nccl.max_ctas;
     if (opener) MT_TRY(mti_nccl_poll(ctx, comm, opener, ncclCommSplit(opener, taken, rank, handle, &config)));
     else MT_TRY(MTI_NCCL_RUN(ctx, comm, ncclCommSplit(comm->nccl.handle, taken, rank, handle, &config)));
     return child ? mti_nccl_poll(ctx, child, *handle, ncclInProgress) : MT_SUCCESS;
@@ -7272,6 +7388,7 @@ static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, cons
     if (r == comm->size) return MT_SUCCESS;
     if (size > 1) child = mti_nccl_new(comm->transport, ctx, rank, size, name, comm->nccl.timeout, MTI_SPLIT);
     if (size > 1 && !child) return MT_SUCCESS; /* *out is NULL: mt_comm_split returns MT_ERR_MEMORY */
+    if (child) child->nccl.max_ctas = comm->nccl.split_ctas;
     if (child) status = mti_watchdog_join(ctx, child);
     comm->nccl.last.kind = MTI_SPLIT;
     if (status == MT_SUCCESS) status = mti_nccl_carve(ctx, comm, color, rank, child);
@@ -7334,6 +7451,7 @@ MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out) {
     ncclResult_t result;
     char reason[MTI_NCCL_REASON];
     MT_TRY(mti_nccl_check_context(ctx, "mt_nccl_unique_id", out, out));
+    MT_TRY(mti_nccl_fix_order(ctx, "mt_nccl_unique_id"));
     result = ncclGetUniqueId(&id);
     if (result != ncclSuccess)
         return mt_fail(ctx, mti_nccl_status(result), "mt_nccl_unique_id: %s", mti_nccl_reason(result, NULL, reason));
@@ -7387,9 +7505,13 @@ static mt_status mti_nccl_create(mt_context *ctx, const mt_nccl_id *id, int rank
 /* Implements mt_comm_create_nccl_id, and destroys the twin if it fails. */
 static mt_status mti_nccl_from_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
                                   mt_comm *twin, mt_comm **out) {
-    if (ranks > 1) return mti_nccl_create(ctx, id, ranks, rank, timeout_s, twin, out);
+    mt_status status = mti_nccl_fix_order(ctx, "mt_comm_create_nccl_id");
+    if (status == MT_SUCCESS && ranks == 1) {
+        *out = mti_comm_new(&mti_alone, 0, 1, "world");
+        status = *out ? MT_SUCCESS : MT_ERR_MEMORY;
+    } else if (status == MT_SUCCESS) return mti_nccl_create(ctx, id, ranks, rank, timeout_s, twin, out);
     mt_comm_destroy(twin);
-    return (*out = mti_comm_new(&mti_alone, 0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
+    return status;
 }
 
 MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
@@ -7418,6 +7540,7 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
     char reason[MTI_NCCL_REASON];
     if (out) *out = NULL;
     MT_TRY(mti_nccl_check_context(ctx, "mt_comm_create_nccl", nccl, out));
+    MT_TRY(mti_nccl_check_order(ctx));
     result = ncclCommCount(nccl, &size);
     if (result == ncclSuccess) result = ncclCommUserRank(nccl, &rank);
     if (result == ncclSuccess) result = ncclCommCuDevice(nccl, &device);
@@ -9727,6 +9850,7 @@ MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, mt_strea
         mti_trace_overlap(ctx, MT_WORK_OVERLAP_BEGIN, "overlap_begin", stream, 0);
         return MT_SUCCESS;
     }
+    ctx->forked_ctas = comm->nccl.max_ctas;
     return mti_cuda_fork(ctx, stream == MT_STREAM_THIRD ? ctx->third_stream : ctx->second_stream);
 }
 
@@ -9767,6 +9891,14 @@ MT_API mt_status mt_overlap_wait_all(mt_context *ctx) {
     if (!ctx) return MT_ERR_ARGUMENT;
     for (i = 0; i < MT_OVERLAP_TICKETS; i++) MT_KEEP(status, mt_overlap_wait(ctx, i));
     return status;
+}
+
+MT_API int mt_overlap_multiprocessors(const mt_context *ctx) {
+    int second = 0, third = 0, i;
+    for (i = 0; ctx && i < MT_OVERLAP_TICKETS; i++)
+        if (ctx->pending >> i & 1u && ctx->ticket_ctas[i] > second) second = ctx->ticket_ctas[i];
+    if (ctx && ctx->pending >> MT_OVERLAP_TICKET_THIRD & 1u) third = ctx->ticket_ctas[MT_OVERLAP_TICKET_THIRD];
+    return second + third;
 }
 
 MT_API int mt_overlap_is_planned(const mt_context *ctx) { return ctx && ctx->planned == MT_DEVICE_CUDA; }

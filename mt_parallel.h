@@ -1984,9 +1984,12 @@ MT_API mt_status mt_grid_ranks(const mt_grid_desc *desc, int world_size, mt_grou
     return MT_SUCCESS;
 }
 
-/* Creates one communicator of the grid: with mt_comm_split, or with mt_comm_create_meta on a meta world. *out stays
+/* Creates one communicator of the grid: with mt_comm_split_for, or with mt_comm_create_meta on a meta world. *out stays
    NULL when this rank is in no group of this kind. */
 static mt_status mti_grid_group(mt_comm *world, const int sizes[3], mt_group group, const char *name, mt_comm **out) {
+    mt_stream stream = group == MT_GROUP_TENSOR ? MT_STREAM_SECOND
+                       : group == MT_GROUP_DATA ? MT_STREAM_THIRD
+                                                : MT_STREAM_NONE;
     int rank = mt_comm_rank(world), first = -1, last = -1, size = 0, index = 0, r;
     for (r = 0; r < mt_comm_size(world); r++) {
         if (!mti_grid_together(sizes, group, rank, r)) continue;
@@ -1995,7 +1998,7 @@ static mt_status mti_grid_group(mt_comm *world, const int sizes[3], mt_group gro
         last = r;
         size++;
     }
-    if (!mt_comm_is_meta(world)) MT_TRY(mt_comm_split(world, first, rank, out));
+    if (!mt_comm_is_meta(world)) MT_TRY(mt_comm_split_for(world, first, rank, stream, out));
     else if (size > 0) MT_TRY(mt_comm_create_meta(size, index, out));
     if (size > 1) mt_comm_set_span(*out, last - first);
     if (*out) mt_comm_set_name(*out, name);

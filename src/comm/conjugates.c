@@ -243,6 +243,7 @@ MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, mt_strea
         mti_trace_overlap(ctx, MT_WORK_OVERLAP_BEGIN, "overlap_begin", stream, 0);
         return MT_SUCCESS;
     }
+    ctx->forked_ctas = comm->nccl.max_ctas;
     return mti_cuda_fork(ctx, stream == MT_STREAM_THIRD ? ctx->third_stream : ctx->second_stream);
 }
 
@@ -283,6 +284,14 @@ MT_API mt_status mt_overlap_wait_all(mt_context *ctx) {
     if (!ctx) return MT_ERR_ARGUMENT;
     for (i = 0; i < MT_OVERLAP_TICKETS; i++) MT_KEEP(status, mt_overlap_wait(ctx, i));
     return status;
+}
+
+MT_API int mt_overlap_multiprocessors(const mt_context *ctx) {
+    int second = 0, third = 0, i;
+    for (i = 0; ctx && i < MT_OVERLAP_TICKETS; i++)
+        if (ctx->pending >> i & 1u && ctx->ticket_ctas[i] > second) second = ctx->ticket_ctas[i];
+    if (ctx && ctx->pending >> MT_OVERLAP_TICKET_THIRD & 1u) third = ctx->ticket_ctas[MT_OVERLAP_TICKET_THIRD];
+    return second + third;
 }
 
 MT_API int mt_overlap_is_planned(const mt_context *ctx) { return ctx && ctx->planned == MT_DEVICE_CUDA; }

@@ -97,6 +97,12 @@ static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) 
                  desc->invariant_data);
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
     }
+    if (desc->nccl.second_ctas < -1 || desc->nccl.third_ctas < -1) {
+        snprintf(text, sizeof text, "mt_context_create: nccl.%s is %d, must be at least -1",
+                 desc->nccl.second_ctas < -1 ? "second_ctas" : "third_ctas",
+                 desc->nccl.second_ctas < -1 ? desc->nccl.second_ctas : desc->nccl.third_ctas);
+        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
+    }
     if (desc->stream && desc->device != MT_DEVICE_CUDA) {
         snprintf(text, sizeof text, "mt_context_create: stream is set, but device is %s",
                  desc->device == MT_DEVICE_META ? "MT_DEVICE_META" : "MT_DEVICE_CPU");
@@ -119,6 +125,7 @@ static void mti_context_fill(mt_context *ctx, mt_comm *world, const mt_context_d
     ctx->arena_bytes = d->arena_bytes ? d->arena_bytes : MT_ARENA_DEFAULT;
     ctx->arena_symmetric = d->arena_symmetric;
     ctx->no_nccl_checks = d->no_nccl_checks;
+    ctx->nccl_options = d->nccl;
     if (d->allocator.alloc) return;
     ctx->allocator.alloc = d->device == MT_DEVICE_CUDA ? mti_cuda_alloc : mti_default_alloc;
     ctx->allocator.free = d->device == MT_DEVICE_CUDA ? mti_cuda_free : mti_default_free;

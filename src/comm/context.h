@@ -38,6 +38,29 @@ typedef struct mt_comm mt_comm;       /* opaque */
 
 #define MT_ARENA_DEFAULT ((size_t)256 << 20)
 
+/* How NCCL adds, and which streams go first. A zero-initialised one means the defaults. Ignored on other devices than
+   MT_DEVICE_CUDA. */
+typedef struct mt_nccl_options {
+    /* 1: NCCL adds in the same order in every run on the same machines: it does not use NVLS, the sums of NVSwitch, and
+       gradients are no symmetric windows. The library sets NCCL_NVLS_ENABLE=0 in the environment, which NCCL reads once
+       in a process: create such a context before anything in the process uses NCCL. See docs/gpus.md, "Order of sums".
+       0: only in invariant mode */
+    int deterministic;
+    /* The most thread blocks of a collective of NCCL that overlaps in the second stream (tensor parallelism) or in the
+       third (data parallelism). Each takes a multiprocessor of the GPU from the products beside it, which are chosen
+       for the others. All ranks have the same. -1: as many as NCCL likes, and products are chosen for all. 0:
+       MT_SECOND_CTAS and MT_THIRD_CTAS */
+    int second_ctas, third_ctas;
+    /* A kernel in a stream of high priority gets free multiprocessors first. The second stream, with the collectives of
+       tensor parallelism, has the highest priority, and the third, with those of data parallelism, that of the compute
+       stream. */
+    int second_is_normal; /* 1: the second stream has the priority of the compute stream, too */
+    int third_is_high;    /* 1: the third stream has the highest priority, too */
+} mt_nccl_options;
+
+#define MT_SECOND_CTAS 16
+#define MT_THIRD_CTAS 8
+
 /* A zero-initialised desc means: CPU, an arena of 256 MiB, the default allocator, no log. The library never writes to
    arena memory that is not allocated, so on a CPU the unused part of a large arena usually takes no physical memory.
    Options of operators and layers are set after the context is created: mt_gemm_set_options (mt_kernels.cuh),
@@ -72,6 +95,7 @@ typedef struct mt_context_desc {
     /* 1: the calls of ranks over NCCL are not compared, see "communicators over NCCL". Set it on all ranks or on none.
        Ignored on other devices than MT_DEVICE_CUDA. 0: they are compared */
     int no_nccl_checks;
+    mt_nccl_options nccl;
     /* for the arena and mt_context_alloc; {NULL}: posix_memalign on a CPU and cudaMalloc on a GPU, but ncclMemAlloc for
        2 MiB or more on a GPU when NCCL is built */
     mt_allocator allocator;

@@ -121,7 +121,7 @@ static mt_status mti_staging_open(mt_context *ctx) {
 
 /* Creates the streams and events of a context, after a check of the GPU's number. */
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
-    int devices = 0, major = 0, minor = 0, lowest, highest, i;
+    int devices = 0, major = 0, minor = 0, lowest, highest, second, third, i;
     ctx->ordinal = desc->ordinal;
     ctx->stream = desc->stream;
     MT_CUDA_TRY(ctx, cudaGetDeviceCount(&devices));
@@ -138,8 +138,10 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     }
     ctx->compute_stream = ctx->stream;
     MT_CUDA_TRY(ctx, cudaDeviceGetStreamPriorityRange(&lowest, &highest));
-    MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->second_stream, cudaStreamNonBlocking, highest));
-    MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->third_stream, cudaStreamNonBlocking, highest));
+    second = desc->nccl.second_is_normal ? lowest : highest;
+    third = desc->nccl.third_is_high ? highest : lowest;
+    MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->second_stream, cudaStreamNonBlocking, second));
+    MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->third_stream, cudaStreamNonBlocking, third));
     for (i = 0; i < MTI_EVENTS; i++)
         MT_CUDA_TRY(ctx, cudaEventCreateWithFlags(&ctx->events[i], cudaEventDisableTiming));
     return mti_staging_open(ctx);
@@ -361,6 +363,7 @@ static mt_status mti_cuda_fork_end(mt_context *ctx, int ticket) {
     MT_TRY(mt_cuda_enter(ctx));
     MT_CUDA_TRY(ctx, cudaEventRecord(ctx->events[ticket], side));
     ctx->pending |= 1u << ticket;
+    ctx->ticket_ctas[ticket] = ctx->forked_ctas;
     return MT_SUCCESS;
 }
 

@@ -264,6 +264,41 @@ static void mti_nccl_launched(mt_context *ctx) {
     }
 }
 
+/* -- the order of sums -- */
+
+#define MTI_NVLS "NCCL_NVLS_ENABLE"
+
+static int mti_nccl_is_deterministic(const mt_context *ctx) {
+    return ctx->nccl_options.deterministic || ctx->invariant;
+}
+
+/* Before NCCL makes a communicator: turns NVLS off, if sums must not depend on the run. Invariant mode adds by itself,
+   so there a program may have asked for NVLS. */
+static mt_status mti_nccl_fix_order(mt_context *ctx, const char *function) {
+    const char *nvls = getenv(MTI_NVLS);
+    if (!mti_nccl_is_deterministic(ctx) || (nvls && strcmp(nvls, "0") == 0)) return MT_SUCCESS;
+    if (nvls && !ctx->nccl_options.deterministic) return MT_SUCCESS;
+    if (nvls)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: " MTI_NVLS " is %.32s in the environment, but mt_context_desc.nccl.deterministic needs 0: "
+                       "sums of NVLS may differ from run to run",
+                       function, nvls);
+    if (setenv(MTI_NVLS, "0", 0) == 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SYSTEM, "%s: cannot set " MTI_NVLS " to 0 in the environment: %s", function,
+                   strerror(errno));
+}
+
+/* A communicator of the program has been made already: it must have been made without NVLS. */
+static mt_status mti_nccl_check_order(mt_context *ctx) {
+    const char *nvls = getenv(MTI_NVLS);
+    if (!ctx->nccl_options.deterministic || (nvls && strcmp(nvls, "0") == 0)) return MT_SUCCESS;
+    return mt_fail(
+        ctx, MT_ERR_ARGUMENT,
+        "mt_comm_create_nccl: mt_context_desc.nccl.deterministic needs a communicator that was created with " MTI_NVLS
+        "=0 in the environment, where it is %.32s",
+        nvls ? nvls : "not set");
+}
+
 /* -- registration -- */
 
 typedef struct mti_window {
@@ -277,11 +312,28 @@ typedef struct mti_window {
 #endif
 } mti_window;
 
-/* Implements mt_comm_register. NCCL 2.27 or later registers the memory as a symmetric window. Its results are undefined
-   when a buffer is in symmetric windows of several communicators. */
+/* Registers the memory of w: as a symmetric window where NCCL has them, and otherwise as a buffer. A window lets NCCL
+   add with the kernels of NVLS. NCCL also returns success, and no window, where it does not support one. */
+static mt_status mti_window_begin(mt_context *ctx, mti_window *w, void *memory) {
+    mt_comm *comm = w->comm;
+    int version = 0, in_order = mti_nccl_is_deterministic(ctx);
+    ncclGetVersion(&version);
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
+    if (version >= NCCL_VERSION(2, 27, 0) && !in_order) {
+        MT_TRY(MTI_NCCL_RUN(
+            ctx, comm,
+            ncclCommWindowRegister(comm->nccl.handle, memory, w->bytes, &w->window, NCCL_WIN_COLL_SYMMETRIC)));
+        if (w->window) return MT_SUCCESS;
+    }
+#endif
+    (void)in_order; /* NCCL before 2.27 */
+    return MTI_NCCL_RUN(ctx, comm, ncclCommRegister(comm->nccl.handle, memory, w->bytes, &w->buffer));
+}
+
+/* Implements mt_comm_register. Results of NCCL are undefined when a buffer is in symmetric windows of several
+   communicators. */
 static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
     const char *begin = (const char *)memory;
-    int version = 0;
     mti_window *w;
     if (ctx->allocator.alloc != mti_cuda_alloc || bytes < MTI_NCCL_MEMORY) return MT_SUCCESS;
     for (w = ctx->windows; w; w = w->next)
@@ -293,14 +345,7 @@ static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, s
     w->bytes = bytes;
     w->next = ctx->windows;
     ctx->windows = w;
-    ncclGetVersion(&version);
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
-    if (version >= NCCL_VERSION(2, 27, 0)) {
-        return MTI_NCCL_RUN(
-            ctx, comm, ncclCommWindowRegister(comm->nccl.handle, memory, bytes, &w->window, NCCL_WIN_COLL_SYMMETRIC));
-    }
-#endif
-    return MTI_NCCL_RUN(ctx, comm, ncclCommRegister(comm->nccl.handle, memory, bytes, &w->buffer));
+    return mti_window_begin(ctx, w, memory);
 }
 
 /* Deregisters memory, and waits until this is done. After an error the communicator is broken. Both handles are NULL
@@ -660,6 +705,7 @@ static mt_status mti_nccl_carve(mt_context *ctx, mt_comm *comm, int color, int r
     struct ncclComm *opener = comm->nccl.opener, *none = NULL, **handle = child ? &child->nccl.handle : &none;
     int taken = child ? color : NCCL_SPLIT_NOCOLOR;
     config.blocking = 1;
+    if (child && child->nccl.max_ctas) config.maxCTAs = child->nccl.max_ctas;
     if (opener) MT_TRY(mti_nccl_poll(ctx, comm, opener, ncclCommSplit(opener, taken, rank, handle, &config)));
     else MT_TRY(MTI_NCCL_RUN(ctx, comm, ncclCommSplit(comm->nccl.handle, taken, rank, handle, &config)));
     return child ? mti_nccl_poll(ctx, child, *handle, ncclInProgress) : MT_SUCCESS;
@@ -676,6 +722,7 @@ static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, cons
     if (r == comm->size) return MT_SUCCESS;
     if (size > 1) child = mti_nccl_new(comm->transport, ctx, rank, size, name, comm->nccl.timeout, MTI_SPLIT);
     if (size > 1 && !child) return MT_SUCCESS; /* *out is NULL: mt_comm_split returns MT_ERR_MEMORY */
+    if (child) child->nccl.max_ctas = comm->nccl.split_ctas;
     if (child) status = mti_watchdog_join(ctx, child);
     comm->nccl.last.kind = MTI_SPLIT;
     if (status == MT_SUCCESS) status = mti_nccl_carve(ctx, comm, color, rank, child);
@@ -738,6 +785,7 @@ MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out) {
     ncclResult_t result;
     char reason[MTI_NCCL_REASON];
     MT_TRY(mti_nccl_check_context(ctx, "mt_nccl_unique_id", out, out));
+    MT_TRY(mti_nccl_fix_order(ctx, "mt_nccl_unique_id"));
     result = ncclGetUniqueId(&id);
     if (result != ncclSuccess)
         return mt_fail(ctx, mti_nccl_status(result), "mt_nccl_unique_id: %s", mti_nccl_reason(result, NULL, reason));
@@ -791,9 +839,13 @@ static mt_status mti_nccl_create(mt_context *ctx, const mt_nccl_id *id, int rank
 /* Implements mt_comm_create_nccl_id, and destroys the twin if it fails. */
 static mt_status mti_nccl_from_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
                                   mt_comm *twin, mt_comm **out) {
-    if (ranks > 1) return mti_nccl_create(ctx, id, ranks, rank, timeout_s, twin, out);
+    mt_status status = mti_nccl_fix_order(ctx, "mt_comm_create_nccl_id");
+    if (status == MT_SUCCESS && ranks == 1) {
+        *out = mti_comm_new(&mti_alone, 0, 1, "world");
+        status = *out ? MT_SUCCESS : MT_ERR_MEMORY;
+    } else if (status == MT_SUCCESS) return mti_nccl_create(ctx, id, ranks, rank, timeout_s, twin, out);
     mt_comm_destroy(twin);
-    return (*out = mti_comm_new(&mti_alone, 0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
+    return status;
 }
 
 MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
@@ -822,6 +874,7 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
     char reason[MTI_NCCL_REASON];
     if (out) *out = NULL;
     MT_TRY(mti_nccl_check_context(ctx, "mt_comm_create_nccl", nccl, out));
+    MT_TRY(mti_nccl_check_order(ctx));
     result = ncclCommCount(nccl, &size);
     if (result == ncclSuccess) result = ncclCommUserRank(nccl, &rank);
     if (result == ncclSuccess) result = ncclCommCuDevice(nccl, &device);

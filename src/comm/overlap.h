@@ -29,4 +29,16 @@ MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, mt_strea
 MT_API mt_status mt_overlap_end(mt_context *ctx, int ticket, mt_status status);
 MT_API mt_status mt_overlap_wait(mt_context *ctx, int ticket);
 MT_API mt_status mt_overlap_wait_all(mt_context *ctx);
+
 MT_API int mt_overlap_is_planned(const mt_context *ctx); /* 1: on a GPU, or planned for a GPU on MT_DEVICE_META */
+
+/* As mt_comm_split, for groups whose collectives overlap in this stream. Over NCCL, each thread block of a collective
+   takes a multiprocessor of the GPU from the kernels beside it. So a collective of the new group has at most
+   mt_nccl_options.second_ctas or third_ctas of them. On other communicators, and with MT_STREAM_NONE, the call is
+   mt_comm_split. mt_grid_create calls it for the tensor and the data group. Errors: as mt_comm_split, and
+   MT_ERR_ARGUMENT (no such stream). */
+MT_API mt_status mt_comm_split_for(mt_comm *comm, int color, int key, mt_stream stream, mt_comm **out);
+
+/* Returns the most multiprocessors that collectives with a pending ticket take, by these limits. mt_gemm then chooses
+   an algorithm for the others. 0: none, or NCCL has no limit. */
+MT_API int mt_overlap_multiprocessors(const mt_context *ctx);

@@ -407,13 +407,32 @@ static mt_status mti_comm_split(mt_comm *comm, int color, int key, mt_comm **out
     return MT_SUCCESS;
 }
 
-MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out) {
-    int before = mti_hold();
-    mt_status status = MT_ERR_ARGUMENT;
+/* The limit of thread blocks for collectives in a stream; 0: none */
+static int mti_stream_ctas(const mt_context *ctx, mt_stream stream) {
+    int second = stream == MT_STREAM_SECOND, asked;
+    if (!ctx || stream == MT_STREAM_NONE) return 0;
+    asked = second ? ctx->nccl_options.second_ctas : ctx->nccl_options.third_ctas;
+    return asked < 0 ? 0 : asked > 0 ? asked : second ? MT_SECOND_CTAS : MT_THIRD_CTAS;
+}
+
+MT_API mt_status mt_comm_split_for(mt_comm *comm, int color, int key, mt_stream stream, mt_comm **out) {
+    int before;
+    mt_status status;
     if (out) *out = NULL;
-    if (comm) status = mti_comm_split(comm, color, key, out);
+    if (!comm) return MT_ERR_ARGUMENT;
+    if (stream < MT_STREAM_NONE || stream > MT_STREAM_THIRD)
+        return mti_refuse(NULL, comm, MT_ERR_ARGUMENT, "mt_comm_split_for: stream is %d, must be %d to %d", (int)stream,
+                          (int)MT_STREAM_NONE, (int)MT_STREAM_THIRD);
+    before = mti_hold();
+    comm->nccl.split_ctas = mti_stream_ctas(comm->nccl.home, stream);
+    status = mti_comm_split(comm, color, key, out);
+    comm->nccl.split_ctas = 0;
     mti_release(before);
     return status;
+}
+
+MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    return mt_comm_split_for(comm, color, key, MT_STREAM_NONE, out);
 }
 
 static const mti_transport mti_threads = {1,         1,        mti_no_check,    mti_local_collective, mti_local_p2p,

@@ -53,18 +53,21 @@ struct mt_context {
     struct CUstream_st *second_stream, *third_stream;
     struct CUevent_st *events[MTI_EVENTS]; /* one per ticket; the last one is for mti_cuda_fork */
     mti_staging staging;
-    int recording;              /* 1: between mt_graph_begin and mt_graph_end */
-    mt_graph *graphs;           /* list of the graphs of this context that can run */
-    int captures;               /* 1: this context has begun a capture, which has not ended */
-    mt_comm *recorders;         /* the ranks that record together; NULL: this rank alone */
-    struct mti_group *turns;    /* the group of the recorders, kept alive */
-    int has_turn;               /* 1: of the recorders, this rank records now */
-    unsigned pending;           /* bit mask of tickets that the compute stream has not waited for */
-    int overlapped;             /* 1: mti_cuda_fork has been called */
-    int stuck;                  /* 1: a stream has not ended in time, so nothing is freed that it may use */
-    uint64_t reached;           /* bit mask of other GPUs whose memory this GPU can read */
-    struct CUstream_st *stream; /* where calls put their work: compute_stream, or another one after mti_cuda_fork */
+    int recording;               /* 1: between mt_graph_begin and mt_graph_end */
+    mt_graph *graphs;            /* list of the graphs of this context that can run */
+    int captures;                /* 1: this context has begun a capture, which has not ended */
+    mt_comm *recorders;          /* the ranks that record together; NULL: this rank alone */
+    struct mti_group *turns;     /* the group of the recorders, kept alive */
+    int has_turn;                /* 1: of the recorders, this rank records now */
+    unsigned pending;            /* bit mask of tickets that the compute stream has not waited for */
+    int forked_ctas;             /* thread blocks of the communicator of the overlap that has begun last */
+    int ticket_ctas[MTI_EVENTS]; /* the same for the overlap with each ticket */
+    int overlapped;              /* 1: mti_cuda_fork has been called */
+    int stuck;                   /* 1: a stream has not ended in time, so nothing is freed that it may use */
+    uint64_t reached;            /* bit mask of other GPUs whose memory this GPU can read */
+    struct CUstream_st *stream;  /* where calls put their work: compute_stream, or another one after mti_cuda_fork */
     int arena_symmetric, no_nccl_checks;
+    mt_nccl_options nccl_options;
     mt_comm *nccl;              /* list of the communicators over NCCL that belong to this context */
     uint64_t nccl_calls;        /* number of calls on these communicators so far */
     struct mti_window *windows; /* list of the memory registered with these communicators */
@@ -168,6 +171,8 @@ typedef struct mti_nccl {
     uint64_t number;               /* mt_context.nccl_calls at the last call */
     double timeout;
     int ordinal, owned;
+    int max_ctas;     /* most thread blocks of a kernel; 0: as many as NCCL likes */
+    int split_ctas;   /* the same for the groups of the mt_comm_split_for that runs */
     int busy;         /* 1: the communicator may have work in the stream */
     mt_status broken; /* MT_SUCCESS: not broken */
 } mti_nccl;

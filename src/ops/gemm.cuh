@@ -8,6 +8,7 @@ extern "C++" {
 typedef struct mti_lt_key {
     int64_t m, n, k, lda, ldb, ldc, ld_aux;
     int trans_a, trans_b, a_type, b_type, c_type, epilogue;
+    int target, unused; /* target: multiprocessors that collectives leave to the product; 0: all */
 } mti_lt_key;
 
 /* A cuBLASLt product with a chosen algorithm, in the hash table of mti_lt. */
@@ -28,13 +29,18 @@ typedef struct mti_lt_plan {
 #define MTI_LT_BUCKETS 1024
 #define MTI_LT_WORKSPACE ((size_t)32 << 20)
 #define MTI_LT_CANDIDATES 8 /* maximum number of algorithms that are measured */
+#define MTI_LT_STREAMS 3    /* the streams of a context */
 #define MTI_LT_RUNS 5       /* runs of one measurement */
 #define MTI_LT_LEAST 65536  /* elements of C that it takes to see reliably whether two algorithms round alike */
 
 /* The cuBLASLt state of a context, created by its first product. */
 typedef struct mti_lt {
     cublasLtHandle_t handle;
-    void *workspace;
+    void *workspaces[MTI_LT_STREAMS]; /* one for each stream, because products in two streams may run together */
+    struct CUstream_st *streams[MTI_LT_STREAMS];
+    int stream_count;
+    void *workspace; /* that of the context's current stream */
+    int multiprocessors;
     cudaEvent_t begin, end;
     uint64_t clock; /* counts the uses of plans */
     int count, stay;
@@ -47,6 +53,7 @@ typedef struct mti_lt_call {
     float alpha, beta;
     mt_tensor a, b, c;
     void *bias, *aux;
+    const mti_lt_plan *alone; /* with key.target: the plan of the same product with all multiprocessors */
 } mti_lt_call;
 
 static mt_status mti_lt_check(mt_context *ctx, cublasStatus_t status, const char *call) {
@@ -69,26 +76,43 @@ static void mti_lt_destroy(mt_context *ctx, void *gemm) {
     if (lt->begin) cudaEventDestroy(lt->begin);
     if (lt->end) cudaEventDestroy(lt->end);
     if (lt->handle) cublasLtDestroy(lt->handle);
-    if (lt->workspace) mt_context_free(ctx, lt->workspace, MTI_LT_WORKSPACE);
+    for (int i = 0; i < lt->stream_count; i++) mt_context_free(ctx, lt->workspaces[i], MTI_LT_WORKSPACE);
     mt_host_free(lt);
 }
 
+/* Sets the workspace to that of the context's current stream. The first product in a stream allocates it. */
+static mt_status mti_lt_workspace(mt_context *ctx, mti_lt *lt) {
+    struct CUstream_st *stream = mt_context_stream(ctx);
+    int i = 0;
+    while (i < lt->stream_count && lt->streams[i] != stream) i++;
+    if (i == lt->stream_count) {
+        MT_TRY(mt_context_alloc(ctx, MTI_LT_WORKSPACE, &lt->workspaces[i]));
+        lt->streams[i] = stream;
+        lt->stream_count++;
+    }
+    lt->workspace = lt->workspaces[i];
+    return MT_SUCCESS;
+}
+
 static mt_status mti_lt_fill(mt_context *ctx, mti_lt *lt) {
-    MT_TRY(mt_context_alloc(ctx, MTI_LT_WORKSPACE, &lt->workspace));
+    MT_TRY(mti_lt_workspace(ctx, lt));
+    MT_CUDA_TRY(ctx,
+                cudaDeviceGetAttribute(&lt->multiprocessors, cudaDevAttrMultiProcessorCount, mt_context_ordinal(ctx)));
     MTI_LT_TRY(ctx, cublasLtCreate(&lt->handle));
     MT_CUDA_TRY(ctx, cudaEventCreate(&lt->begin));
     MT_CUDA_TRY(ctx, cudaEventCreate(&lt->end));
     return MT_SUCCESS;
 }
 
-/* Returns the cuBLASLt state of the context. Creates it on the first call, completely or not at all. */
+/* *out = the cuBLASLt state of the context, with the workspace of the current stream. Creates it on the first call,
+   completely or not at all. */
 static mt_status mti_lt_open(mt_context *ctx, mti_lt **out) {
     mti_kernels *k;
     mti_lt *lt;
     mt_status status;
     MT_TRY(mti_kernels_open(ctx, &k));
     *out = (mti_lt *)k->gemm;
-    if (*out) return MT_SUCCESS;
+    if (*out) return mti_lt_workspace(ctx, *out);
     lt = (mti_lt *)mt_host_alloc(sizeof *lt);
     if (!lt) return mt_fail(ctx, MT_ERR_MEMORY, "mt_gemm: no memory for %zu bytes", sizeof *lt);
     status = mti_lt_fill(ctx, lt);
@@ -261,25 +285,61 @@ static mt_status mti_lt_fastest(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti
     return MT_SUCCESS;
 }
 
+static mt_status mti_lt_set_target(mt_context *ctx, mti_lt_plan *p, int target) {
+    int32_t count = target;
+    MTI_LT_TRY(ctx,
+               cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, &count, sizeof count));
+    return MT_SUCCESS;
+}
+
+/* The product that has all multiprocessors chooses the bits: sets the algorithm of the plan to that of g.alone, and
+   then to the first candidate with the same bits, if there is one. */
+static mt_status mti_lt_beside(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_lt_call g,
+                               const cublasLtMatmulHeuristicResult_t *results, int found) {
+    uint64_t alone = 0, bits = 0;
+    int runs = 0;
+    MT_TRY(mti_lt_noise(ctx, 1, &g.a));
+    MT_TRY(mti_lt_noise(ctx, 2, &g.b));
+    MT_TRY(mti_lt_noise(ctx, 3, &g.c));
+    g.alpha = g.beta = 1.0f;
+    MT_TRY(mti_lt_set_target(ctx, p, 0));
+    MT_TRY(mti_lt_try(ctx, lt, p, &g, &runs, &alone));
+    MT_TRY(mti_lt_set_target(ctx, p, p->key.target));
+    for (int i = 0; runs && i < found; i++) {
+        p->algo = results[i].algo;
+        p->workspace = results[i].workspaceSize;
+        MT_TRY(mti_lt_try(ctx, lt, p, &g, &runs, &bits));
+        if (runs && bits == alone) return MT_SUCCESS;
+        runs = 1;
+    }
+    p->algo = g.alone->algo;
+    p->workspace = g.alone->workspace;
+    return mti_lt_set_target(ctx, p, 0);
+}
+
+/* Whether algorithms can be compared: the host may wait, and free memory of the arena holds other operands. */
+static mt_status mti_lt_may_measure(mt_context *ctx, const mti_lt_plan *p, const mti_lt_call *g, int *yes) {
+    size_t bytes =
+        mti_lt_bytes(g->a) + mti_lt_bytes(g->b) + mti_lt_bytes(g->c) + MT_ALIGNMENT; /* MT_ALIGNMENT for the hash */
+    *yes = mt_gemm_get_options(ctx).choice == MT_GEMM_MEASURED && !mt_context_invariant(ctx) &&
+           p->key.epilogue == CUBLASLT_EPILOGUE_DEFAULT && p->key.m * p->key.n >= MTI_LT_LEAST &&
+           bytes <= mt_arena_available(ctx);
+    return *yes ? mti_lt_may_wait(ctx, yes) : MT_SUCCESS;
+}
+
 /* Sets the algorithm of the plan: the first one of the heuristic, which depends on the key only, or the fastest one
-   with the same bits. Either way the same product always has the same bits. The measurement uses free arena memory and
-   restores the peak of the arena. */
+   with the same bits. Either way the same product always has the same bits, also when collectives run beside it. The
+   measurement uses free arena memory and restores the peak of the arena. */
 static mt_status mti_lt_choose(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g,
                                const cublasLtMatmulHeuristicResult_t *results, int found) {
     size_t mark = mt_arena_mark(ctx), peak = mt_arena_peak(ctx);
-    size_t bytes =
-        mti_lt_bytes(g->a) + mti_lt_bytes(g->b) + mti_lt_bytes(g->c) + MT_ALIGNMENT; /* MT_ALIGNMENT for the hash */
-    int may_wait = 0;
+    int measures = 0;
     mt_status status;
-    p->algo = results[0].algo;
-    p->workspace = results[0].workspaceSize;
-    if (mt_gemm_get_options(ctx).choice != MT_GEMM_MEASURED || mt_context_invariant(ctx) || found < 2 ||
-        p->key.epilogue != CUBLASLT_EPILOGUE_DEFAULT || p->key.m * p->key.n < MTI_LT_LEAST ||
-        bytes > mt_arena_available(ctx))
-        return MT_SUCCESS;
-    MT_TRY(mti_lt_may_wait(ctx, &may_wait));
-    if (!may_wait) return MT_SUCCESS;
-    status = mti_lt_fastest(ctx, lt, p, *g, results, found);
+    p->algo = g->alone ? g->alone->algo : results[0].algo;
+    p->workspace = g->alone ? g->alone->workspace : results[0].workspaceSize;
+    MT_TRY(mti_lt_may_measure(ctx, p, g, &measures));
+    if (!measures || (!g->alone && found < 2)) return g->alone ? mti_lt_set_target(ctx, p, 0) : MT_SUCCESS;
+    status = g->alone ? mti_lt_beside(ctx, lt, p, *g, results, found) : mti_lt_fastest(ctx, lt, p, *g, results, found);
     mt_arena_release(ctx, mark);
     mt_arena_set_peak(ctx, peak);
     return status;
@@ -312,12 +372,13 @@ static mt_status mti_lt_plan_make(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, c
     MTI_LT_TRY(ctx, cublasLtMatmulDescCreate(&p->desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
     MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
+    if (q->target) MT_TRY(mti_lt_set_target(ctx, p, q->target));
     MT_TRY(mti_lt_epilogue(ctx, p, g));
     MT_TRY(mti_lt_layout(ctx, &p->a, q->b_type, q->trans_b ? q->k : q->n, q->trans_b ? q->n : q->k, q->ldb));
     MT_TRY(mti_lt_layout(ctx, &p->b, q->a_type, q->trans_a ? q->m : q->k, q->trans_a ? q->k : q->m, q->lda));
     MT_TRY(mti_lt_layout(ctx, &p->c, q->c_type, q->n, q->m, q->ldc));
     MT_TRY(mti_lt_propose(ctx, lt, p, results, found));
-    return *found ? mti_lt_choose(ctx, lt, p, g, results, *found) : MT_SUCCESS;
+    return *found || g->alone ? mti_lt_choose(ctx, lt, p, g, results, *found) : MT_SUCCESS;
 }
 
 static mti_lt_plan **mti_lt_bucket(mti_lt *lt, const mti_lt_key *key) {
@@ -353,7 +414,7 @@ static mt_status mti_lt_plan_of(mt_context *ctx, mti_lt *lt, const mti_lt_call *
     memset(&fresh, 0, sizeof fresh);
     fresh.key = g->key;
     mt_status status = mti_lt_plan_make(ctx, lt, &fresh, g, &found);
-    if (status != MT_SUCCESS || (found == 0 && plain)) {
+    if (status != MT_SUCCESS || (found == 0 && plain && !g->alone)) {
         mti_lt_forget(&fresh);
         if (status != MT_SUCCESS) return status;
         return mt_fail(ctx, MT_ERR_UNSUPPORTED, "mt_gemm: cuBLASLt has no algorithm to multiply %lld x %lld x %lld",
@@ -368,13 +429,22 @@ static mt_status mti_lt_plan_of(mt_context *ctx, mti_lt *lt, const mti_lt_call *
     return MT_SUCCESS;
 }
 
+/* The multiprocessors that collectives beside a product leave to it; 0: all, or not known. */
+static int mti_lt_target(mt_context *ctx, const mti_lt *lt) {
+    int busy = mt_overlap_multiprocessors(ctx);
+    return busy > 0 && busy < lt->multiprocessors ? lt->multiprocessors - busy : 0;
+}
+
 /* Runs a product without an epilogue. */
-static mt_status mti_lt_run(mt_context *ctx, const mti_lt_call *g) {
+static mt_status mti_lt_run(mt_context *ctx, mti_lt_call *g) {
     mti_lt *lt;
     mti_lt_plan *p = NULL;
     MT_TRY(mt_cuda_enter(ctx));
     MT_TRY(mti_lt_open(ctx, &lt));
     MT_TRY(mti_lt_plan_of(ctx, lt, g, &p));
+    g->key.target = mti_lt_target(ctx, lt);
+    g->alone = p;
+    if (g->key.target) MT_TRY(mti_lt_plan_of(ctx, lt, g, &p));
     return mti_lt_matmul(ctx, lt, p, g);
 }
 

@@ -541,6 +541,7 @@ uint64_t cost(const Problem &p, const Algorithm &algorithm) {
     for (uint64_t fact : {p.m, p.n, p.k, static_cast<uint64_t>(p.d.batch), static_cast<uint64_t>(p.desc.trans_a)})
         hash = mix(hash, fact);
     hash = mix(hash, static_cast<uint64_t>(p.desc.trans_b));
+    if (p.desc.sm_count) hash = mix(hash, static_cast<uint64_t>(p.desc.sm_count));
     return mix(hash, static_cast<uint64_t>(algorithm.id * 64 + algorithm.splits) * 8 + algorithm.tile);
 }
 
@@ -764,7 +765,8 @@ bool refused(const Problem &p, bool by_heuristic) {
 }
 
 GemmCall call_of(const Run &r) {
-    return GemmCall{r.algorithm.id, r.algorithm.splits, static_cast<int>(r.algorithm.tile), r.p.desc.epilogue};
+    return GemmCall{r.algorithm.id, r.algorithm.splits, static_cast<int>(r.algorithm.tile), r.p.desc.epilogue,
+                    r.p.desc.sm_count};
 }
 
 void execute(const Run &r) {

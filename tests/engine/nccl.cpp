@@ -77,6 +77,7 @@ void nccl_reset_faults();
 void nccl_set_version(int version); // sets what ncclGetVersion returns; 0: the version of the header
 void nccl_keep_windows(bool on);    // ncclCommWindowDeregister fails
 void nccl_let_mismatches_hang(bool on);
+void nccl_refuse_windows(bool on); // ncclCommWindowRegister returns success, and no window
 // The creation of a communicator does not end on a rank while a collective of any communicator waits for peers, as if
 // the rank had to allocate memory, and the memory of all devices were one. Rank 0 is ahead of the others.
 void nccl_allocate_in_creation(bool on);
@@ -88,7 +89,8 @@ struct NcclCounts {
     int created, alive, registered, windows, threads, calls;
 };
 NcclCounts nccl_counts();
-bool nccl_waits(ncclComm *comm); // a call on the communicator waits on the host for peers
+int nccl_max_ctas(ncclComm *comm); // of its configuration; 0: not set
+bool nccl_waits(ncclComm *comm);   // a call on the communicator waits on the host for peers
 } // namespace mte
 
 constexpr uint32_t kCommMagic = 0x6e63636c;
@@ -100,6 +102,7 @@ struct ncclComm {
     int rank = 0, device = 0;
     bool blocking = true, finalized = false, aborted = false;
     int waiting = 0;  // calls that wait on the host for peers
+    int max_ctas = 0; // of its configuration; 0: not set
     int creating = 0; // questions until its creation can end, see nccl_allocate_in_creation
     ncclResult_t state = ncclInProgress;
     // an error that ncclCommGetAsyncError does not return yet, but will when it is called again
@@ -873,6 +876,7 @@ ncclResult_t check_ready(const ncclComm *comm, const char *function) {
 
 int library_version = 0;
 bool windows_stay = false;
+bool windows_refused = false;
 
 ncclComm *new_comm(bool blocking) {
     all_comms.emplace_back(new ncclComm());
@@ -924,6 +928,8 @@ ncclResult_t check_config(const ncclConfig_t *config) {
     const int blocking = config->blocking;
     if (blocking != NCCL_CONFIG_UNDEF_INT && blocking != 0 && blocking != 1)
         return refuse(ncclInvalidArgument, "Invalid config blocking attribute value %d", blocking);
+    if (config->maxCTAs != NCCL_CONFIG_UNDEF_INT && config->maxCTAs <= 0)
+        return refuse(ncclInvalidArgument, "Invalid config max CTA attribute value %d", config->maxCTAs);
     return ncclSuccess;
 }
 
@@ -1617,6 +1623,11 @@ void nccl_keep_windows(bool on) {
     windows_stay = on;
 }
 
+void nccl_refuse_windows(bool on) {
+    Guard guard;
+    windows_refused = on;
+}
+
 void nccl_allocate_in_creation(bool on) {
     Guard guard;
     creation_allocates = on;
@@ -1630,6 +1641,11 @@ void nccl_let_mismatches_hang(bool on) {
 void nccl_set_version(int version) {
     Guard guard;
     library_version = version;
+}
+
+int nccl_max_ctas(ncclComm *comm) {
+    Guard guard;
+    return comm->max_ctas;
 }
 
 bool nccl_waits(ncclComm *comm) {
@@ -1730,6 +1746,7 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *out,
         if (result != ncclSuccess) return note(result);
         DeviceScope scope(comm->device);
         if (color != NCCL_SPLIT_NOCOLOR) child = new_comm(is_blocking(config, comm->blocking));
+        if (child && config && config->maxCTAs != NCCL_CONFIG_UNDEF_INT) child->max_ctas = config->maxCTAs;
         if (child && creation_allocates) child->creating = comm->rank > 0 ? 100 : 1;
         *out = nullptr;
         if (!comm->blocking && child) comm->handles.push_back([out, child] { *out = child; });
@@ -1900,6 +1917,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t bytes,
         else if (!inside_memory(buffer, bytes))
             result = refuse(ncclInvalidArgument, "window: memory not from ncclMemAlloc");
         if (result != ncclSuccess) return note(result);
+        if (windows_refused) return *window = nullptr, ncclSuccess;
         ncclWindow_vidmem *const made = new ncclWindow_vidmem{static_cast<const char *>(buffer), bytes, flags};
         check_one_communicator(*comm, *made);
         comm->windows.insert(made);

@@ -82,6 +82,7 @@ long kernels_replayed();
 struct GemmCall {
     int id, splits, tile;
     unsigned epilogue;
+    int target = 0; // multiprocessors that the product is for; 0: all
 };
 void gemm_time(std::function<double(const GemmCall &)> seconds);
 GemmCall gemm_last();
