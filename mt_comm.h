@@ -374,12 +374,13 @@ MT_API int mt_comm_local_rank(const mt_comm *comm);
    that waits for the stream (such as mt_context_synchronize), at most timeout_s after this call has begun to wait.
 
    NCCL does not compare the calls of ranks, so the library does, unless mt_context_desc.no_nccl_checks is set. The
-   ranks tell rank 0 of the communicator their calls over TCP, behind the calls, which do not wait for it. When calls
-   differ, or a rank has left whose call is missing, every rank gets MT_ERR_MISMATCH or MT_ERR_PEER, usually a few
+   ranks tell rank 0 of the communicator their calls over TCP, in large groups through other ranks, behind the calls,
+   which do not wait for it. They listen at the interface that NCCL_SOCKET_IFNAME and NCCL_SOCKET_FAMILY select. When
+   calls differ, or a rank has left whose call is missing, every rank gets MT_ERR_MISMATCH or MT_ERR_PEER, usually a few
    milliseconds later: from its next call on the communicator, or from the call that waits for the stream. Until then
    results may be wrong, and calls that differ just before mt_comm_destroy may pass without an error. The calls that a
-   graph records are compared while they are recorded. When the ranks cannot connect, or have no memory
-   for the calls, there is a warning, and calls that differ time out or give undefined results. See docs/gpus.md.
+   graph records are compared while they are recorded. When the ranks cannot connect, or have no memory for the calls,
+   every rank logs a warning with the reason, and calls that differ time out or give undefined results.
 
    The library's own NCCL communicators are blocking, so NCCL starts no thread for a collective. A call may wait for
    peers inside NCCL, for example while NCCL connects the ranks in the first calls. A context with such communicators
@@ -1404,6 +1405,7 @@ MT_API int64_t mt_check_unknown(mt_context *ctx, char *text, size_t bytes);
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <ifaddrs.h>
+#include <netdb.h>
 #include <net/if.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -5267,37 +5269,48 @@ static int mti_thread_start(pthread_t *thread, void *(*run)(void *), void *argum
     return error;
 }
 
-/* NCCL does not compare calls, so each communicator has a channel. Every rank has a TCP connection to rank 0. A call
-   appends a message to the queue of its rank and goes on. A thread of the context, the comparer, sends the messages to
-   rank 0, whose comparer compares the n-th collectives of all ranks, and the n-th send from a rank to another one with
-   the n-th receive. When calls differ, or when a rank has left before a call of the others, it sends the result to all
-   ranks, with the calls of all. A rank finds the result in its next call and while it waits for the stream, and writes
-   the sentence that threads write (threads.c). A rank whose wait has lasted for the timeout asks who is missing.
+/* NCCL does not compare calls, so each communicator has a channel. The ranks are a tree: each one has a TCP connection
+   to its parent, and to at most MTI_CHANNEL_CHILDREN children. A call appends a message to the queue of its rank and
+   goes on. A thread of the context, the comparer (nccl_comparer.c), sends the messages to the parent, which passes them
+   on to its own, up to rank 0. The comparer of rank 0 compares the n-th collectives of all ranks, and the n-th send
+   from a rank to another one with the n-th receive. When calls differ, or when a rank has left before a call of the
+   others, it sends the result down the tree to all ranks, with the calls of all. A rank finds the result in its next
+   call and while it waits for the stream, and writes the sentence that threads write (threads.c). A rank whose wait has
+   lasted for the timeout asks who is missing.
 
-   During the creation of a communicator every rank opens a listener, a listening socket, and an all_gather over NCCL
-   tells the ranks its addresses. All fields of a channel are guarded by the mutex of the comparer, except those of a
-   result, which do not change after `decided` is set, and those of the end, which do not change after `ended` is set.
+   The rank's own thread only appends to the queue, under a mutex that the comparer holds for an exchange of two buffers
+   and never while it sends, reads or compares. Everything else in a channel belongs to the comparer, except a result
+   after `decided` is set, and the end after `ended` is set, which do not change.
 
-   What arrives over a connection is checked before it is used: a message that no rank sends ends the connection. All
-   buffers have a limit. When there is no memory, or a rank is too far ahead, the comparison ends on all ranks, with a
-   warning: calls that differ then time out or have undefined results, as with no_nccl_checks. */
+   What arrives over a connection is checked before it is used: a message that no rank sends, or that is about a rank
+   which is not behind this connection, ends the connection. All buffers have a limit. When there is no memory, a rank
+   is too far ahead, or a rank has left over which the messages went, the comparison ends, with a warning on each rank:
+   calls that differ then time out or have undefined results, as with no_nccl_checks. */
 
-#define MTI_CHANNEL_TICK 2     /* milliseconds: the comparer sends the messages of this time together */
-#define MTI_CHANNEL_GRACE 1.0  /* seconds for messages that are on their way: of other ranks, or of one that is gone */
-#define MTI_CHANNEL_ANSWER 0.5 /* seconds that a rank waits for the answer who is missing */
-#define MTI_CHANNEL_OPENING 10.0 /* seconds in which all ranks must connect to rank 0 */
+#define MTI_CHANNEL_CHILDREN 32 /* most children of a rank; in a group of at most 33 all ranks are children of rank 0 */
+#define MTI_CHANNEL_TICK 2      /* milliseconds: the comparer sends the messages of this time together */
+#define MTI_CHANNEL_GRACE 1.0   /* seconds for messages that are on their way: of other ranks, or of one that is gone */
+#define MTI_CHANNEL_ANSWER 0.5  /* seconds that a rank waits for the answer who is missing */
+#define MTI_CHANNEL_OPENING 10.0 /* seconds in which all ranks must connect to their parents */
 #define MTI_CHANNEL_AHEAD 262144 /* calls by which a rank may be ahead of another one, or of the network */
 #define MTI_CHANNEL_PART 16384   /* bytes that are read from a connection before they are looked at */
 
 typedef enum mti_message_kind {
-    MTI_MESSAGE_HELLO, /* `what`: the listener's token */
-    MTI_MESSAGE_OPEN,  /* all ranks are connected; `what`: the token */
+    /* how ranks connect (nccl_listeners.c); `what` and `count`: random numbers */
+    MTI_MESSAGE_HELLO,     /* of a child */
+    MTI_MESSAGE_CHALLENGE, /* of the parent; recvcount: its proof */
+    MTI_MESSAGE_PROOF,     /* of the child; recvcount: its proof */
+    MTI_MESSAGE_READY,     /* of the child: all ranks below it are connected */
+    MTI_MESSAGE_OPEN,      /* of the parent: all ranks are connected */
+    MTI_MESSAGE_ABSENT,    /* instead of either: rank: that could not connect to its parent */
+    /* to the parent; rank: whose message it is */
     MTI_MESSAGE_CALL,
     MTI_MESSAGE_LATE,   /* the rank has waited for the timeout */
     MTI_MESSAGE_FAILED, /* text: a sentence */
-    MTI_MESSAGE_LEFT,   /* text: why; of rank 0: `count` is the number of its collectives */
-    MTI_MESSAGE_RESULT, /* `what`: mti_why; rank, and recvcount - 1: the ranks that it is about, or -1; text: the calls
-                           of all ranks, and a sentence */
+    /* to the parent, or to the children of the rank and all below them */
+    MTI_MESSAGE_LEFT,   /* text: why; `what`: 1: without a farewell; to children: `count`: number of its collectives */
+    MTI_MESSAGE_RESULT, /* to the children; `what`: mti_why; rank, and recvcount - 1: the ranks that it is about, or -1;
+                           text: the calls of all ranks, and a sentence */
     MTI_MESSAGE_END /* the calls are no longer compared; rank: that has ended the comparison; `what`: mti_end_reason */
 } mti_message_kind;
 
@@ -5311,7 +5324,7 @@ typedef struct mti_message {
 
 typedef enum mti_why { MTI_WHY_DIFFERS, MTI_WHY_UNLIKE, MTI_WHY_LATE, MTI_WHY_LEFT, MTI_WHY_FAILED } mti_why;
 
-typedef enum mti_end_reason { MTI_END_MEMORY, MTI_END_AHEAD } mti_end_reason;
+typedef enum mti_end_reason { MTI_END_MEMORY, MTI_END_AHEAD, MTI_END_LEFT } mti_end_reason;
 
 typedef struct mti_said {
     uint64_t what, count, recvcount, inside; /* as in mti_slot */
@@ -5343,12 +5356,19 @@ typedef struct mti_connection {
 } mti_connection;
 
 typedef struct mti_channel {
-    struct mti_channel *next; /* in the list of the comparer */
+    struct mti_channel *next; /* in a list of the comparer */
     struct mti_comparer *comparer;
     int rank, size;
+    /* guarded by the mutex of the comparer */
     mti_bytes queue; /* messages of this rank that the comparer has not taken yet */
-    /* rank 0: one to each rank, the first one unused; other ranks: only the first one, to rank 0 */
-    mti_connection *connections;
+    int overflow;    /* 1 + mti_end_reason: a message had no room; 0: all had */
+    int leaves;      /* 1: the rank waits for the comparer to let go of the channel */
+    int let_go;      /* 1: the comparer has let go of it */
+    /* the rest belongs to the comparer */
+    mti_bytes taken;             /* messages of this rank, taken from the queue */
+    int overflowed, closing;     /* copies of `overflow` and `leaves` of the same time */
+    double closes_at;            /* when the channel is let go at the latest, by mti_now; 0: not yet */
+    mti_connection *connections; /* the first one: to the parent, unused at rank 0; then one to each child */
     int connection_count;
     int decided; /* atomic; 1: there is a result */
     mti_message result;
@@ -5356,7 +5376,7 @@ typedef struct mti_channel {
     int ended;                    /* atomic; 1: the calls are no longer compared */
     mti_message end;              /* why */
     int end_is_sent, end_is_told; /* to the other ranks; to the program */
-    /* per rank; only rank 0 knows those of the others */
+    /* per rank; only rank 0 knows those of all others */
     mti_said *last;     /* the last call */
     uint64_t *number;   /* number of collectives */
     mti_bytes *reasons; /* why the rank has left; empty: it has not left */
@@ -5373,18 +5393,31 @@ typedef struct mti_channel {
     double odd_at;
 } mti_channel;
 
-/* Belongs to the channels of one context. */
-typedef struct mti_comparer {
-    pthread_mutex_t mutex;
-    pthread_t thread;
-    int users, ends;
-    mti_channel *channels;
-    int changed; /* 1: a channel has been added or removed while the thread was in poll */
-    int sleeps;  /* 1: the thread is in poll until something happens */
-    int bell[2]; /* a pipe that wakes the thread */
-    struct pollfd *polled;
-    int polled_room;
-} mti_comparer;
+/* -- the tree -- */
+
+static int mti_rank_parent(int rank) { return (rank - 1) / MTI_CHANNEL_CHILDREN; }
+
+static int mti_rank_depth(int rank) {
+    int depth = 0;
+    for (; rank > 0; rank = mti_rank_parent(rank)) depth++;
+    return depth;
+}
+
+static int mti_channel_child(const mti_channel *b, int line) { return MTI_CHANNEL_CHILDREN * b->rank + line; }
+
+/* The connection over which a child sends the messages of `rank`; 0: rank is not below this one. */
+static int mti_channel_line(const mti_channel *b, int rank) {
+    while (rank > b->rank && mti_rank_parent(rank) != b->rank) rank = mti_rank_parent(rank);
+    return rank > b->rank ? rank - MTI_CHANNEL_CHILDREN * b->rank : 0;
+}
+
+static int mti_channel_is_below(const mti_channel *b, int rank) {
+    int r = b->rank;
+    while (r > rank) r = mti_rank_parent(r);
+    return r == rank && rank != b->rank;
+}
+
+/* -- bytes and messages -- */
 
 static size_t mti_bytes_size(const mti_bytes *b) { return b->end - b->first; }
 static const char *mti_bytes_front(const mti_bytes *b) { return b->data + b->first; }
@@ -5459,15 +5492,20 @@ static mti_said mti_said_of(const mti_message *message) {
 static int mti_message_is_valid(const mti_message *m, int size) {
     size_t calls = (size_t)size * sizeof(mti_said);
     mti_said said = mti_said_of(m);
-    if (m->rank < -1 || m->rank >= size) return 0;
+    if (m->rank < -1 || m->rank >= size || (m->rank < 0 && m->kind != MTI_MESSAGE_RESULT)) return 0;
     switch (m->kind) {
     case MTI_MESSAGE_HELLO:
+    case MTI_MESSAGE_CHALLENGE:
+    case MTI_MESSAGE_PROOF:
+    case MTI_MESSAGE_READY:
     case MTI_MESSAGE_OPEN:
+    case MTI_MESSAGE_ABSENT:
     case MTI_MESSAGE_LATE: return m->bytes == 0;
     case MTI_MESSAGE_CALL: return m->bytes == 0 && mti_said_is_valid(&said);
-    case MTI_MESSAGE_END: return m->bytes == 0 && m->rank >= 0 && m->what <= MTI_END_AHEAD;
+    case MTI_MESSAGE_END: return m->bytes == 0 && m->what <= MTI_END_LEFT;
     case MTI_MESSAGE_FAILED:
-    case MTI_MESSAGE_LEFT: return m->bytes >= 2 && m->bytes <= MTI_MESSAGE_TEXT;
+    case MTI_MESSAGE_LEFT:
+        return m->bytes >= 2 && m->bytes <= MTI_MESSAGE_TEXT && (m->kind == MTI_MESSAGE_FAILED || m->what <= 1);
     case MTI_MESSAGE_RESULT:
         if (m->bytes < calls + 1 || m->bytes > calls + MTI_MESSAGE_TEXT || m->recvcount > (uint64_t)size) return 0;
         if (m->what == MTI_WHY_UNLIKE) return m->rank >= 0 && m->recvcount >= 1;
@@ -5547,7 +5585,7 @@ static void mti_channel_end(mti_channel *b, int rank, mti_end_reason why) {
     b->end.kind = MTI_MESSAGE_END;
     b->end.rank = rank;
     b->end.what = (uint64_t)why;
-    mti_bytes_free(&b->queue);
+    mti_bytes_free(&b->taken);
     free(b->rounds);
     b->rounds = NULL;
     b->room = 0;
@@ -5573,14 +5611,18 @@ static void mti_channel_send(mti_channel *b, mti_connection *connection, const m
     else if (!mti_message_add(&connection->out, message, text)) mti_channel_end(b, b->rank, MTI_END_MEMORY);
 }
 
+static void mti_channel_send_down(mti_channel *b, const mti_message *message, const char *text) {
+    int i;
+    for (i = 1; i < b->connection_count; i++) mti_channel_send(b, &b->connections[i], message, text);
+}
+
 /* -- results -- */
 
-/* Stores the result, and at rank 0 sends it to all ranks. Only the first one counts. calls: the calls of all ranks;
-   rank, peer: the ranks that it is about, or -1. b->shown has the room since the creation of the channel. */
+/* Stores the result, and sends it to all ranks below this one. Only the first one counts. calls: the calls of all
+   ranks; rank, peer: the ranks that it is about, or -1. b->shown has the room since the creation of the channel. */
 static void mti_channel_decide(mti_channel *b, mti_why why, int rank, int peer, const mti_said *calls,
                                const char *text) {
     size_t bytes = (size_t)b->size * sizeof *calls, length = strlen(text);
-    int i;
     if (b->decided || b->ended) return;
     if (length >= MTI_MESSAGE_TEXT) length = MTI_MESSAGE_TEXT - 1;
     memset(&b->result, 0, sizeof b->result);
@@ -5592,8 +5634,7 @@ static void mti_channel_decide(mti_channel *b, mti_why why, int rank, int peer, 
     mti_bytes_put(&b->shown, text, length);
     mti_bytes_put(&b->shown, "", 1);
     b->result.bytes = mti_bytes_size(&b->shown);
-    for (i = 0; i < b->connection_count && b->rank == 0; i++)
-        mti_channel_send(b, &b->connections[i], &b->result, b->shown.data);
+    mti_channel_send_down(b, &b->result, b->shown.data);
     __atomic_store_n(&b->decided, 1, __ATOMIC_RELEASE);
 }
 
@@ -5607,6 +5648,13 @@ static void mti_channel_decide_left(mti_channel *b, int rank) {
 }
 
 static int mti_channel_has_left(const mti_channel *b, int rank) { return mti_bytes_size(&b->reasons[rank]) > 0; }
+
+/* A rank over which the messages of `rank` went to rank 0, or to this one, and that has left; -1: none has. */
+static int mti_channel_left_above(const mti_channel *b, int rank) {
+    while (rank > 0 && (rank = mti_rank_parent(rank)) != b->rank)
+        if (mti_channel_has_left(b, rank)) return rank;
+    return -1;
+}
 
 /* Writes the error of a result, and returns its status; MT_SUCCESS: there is no result. */
 static mt_status mti_channel_error(const mt_comm *comm, mti_text *text) {
@@ -5722,13 +5770,14 @@ static void mti_pair_match(mti_channel *b, mti_pair *p, const mti_said *said, in
 /* Compares a send or a receive with its other half, or keeps it until the other half comes. */
 static void mti_channel_half(mti_channel *b, int from, int to, int sends, const mti_said *said) {
     mti_pair *p = mti_channel_pair(b, from, to);
-    int peer = sends ? to : from;
+    int peer = sends ? to : from, left = mti_channel_left_above(b, peer);
     if (p && mti_bytes_size(&p->waiting) && p->sends != sends) {
         mti_pair_match(b, p, said, sends);
         return;
     }
     if (mti_channel_has_left(b, peer)) mti_channel_decide_left(b, peer);
-    if (b->waiting >= MTI_CHANNEL_AHEAD) mti_channel_end(b, b->rank, MTI_END_AHEAD);
+    if (left >= 0 && !b->gone_at) mti_channel_end(b, left, MTI_END_LEFT);
+    else if (b->waiting >= MTI_CHANNEL_AHEAD) mti_channel_end(b, b->rank, MTI_END_AHEAD);
     else if (!p || !mti_bytes_add(&p->waiting, said, sizeof *said)) mti_channel_end(b, b->rank, MTI_END_MEMORY);
     else {
         p->sends = sends;
@@ -5782,34 +5831,55 @@ static void mti_channel_late(mti_channel *b, int rank) {
     if (peer >= 0 || missing) mti_channel_decide(b, MTI_WHY_LATE, rank, peer, b->last, "");
 }
 
-/* A connection has ended without a farewell: the process of the rank has probably ended. */
-static void mti_channel_lost(mti_channel *b, int rank) {
-    static const char reason[] = "is gone: its process has ended, or its connection is lost";
+static const char mti_is_gone[] = "is gone: its process has ended, or its connection is lost";
+
+/* A connection of the rank has ended without a farewell: its process has probably ended. */
+static void mti_channel_gone(mti_channel *b, int rank) {
     if (mti_channel_has_left(b, rank) || b->ended) return;
-    mti_channel_leave(b, rank, reason, sizeof reason);
+    mti_channel_leave(b, rank, mti_is_gone, sizeof mti_is_gone);
     b->gone = rank;
     b->gone_at = mti_now();
 }
 
-/* Takes a valid message of a rank at rank 0. Returns 0 when no rank sends it to rank 0. */
-static int mti_channel_take(mti_channel *b, int rank, const mti_message *message, const char *text) {
+/* Takes a valid message of a rank at rank 0. Returns 0 when no rank sends it. */
+static int mti_channel_compare(mti_channel *b, const mti_message *message, const char *text) {
     mti_said said = mti_said_of(message);
+    int rank = message->rank;
     switch (message->kind) {
     case MTI_MESSAGE_CALL: mti_channel_call(b, rank, &said); return 1;
     case MTI_MESSAGE_LATE: mti_channel_late(b, rank); return 1;
-    case MTI_MESSAGE_LEFT: mti_channel_leave(b, rank, text, (size_t)message->bytes); return 1;
+    case MTI_MESSAGE_LEFT:
+        if (message->what) mti_channel_gone(b, rank);
+        else mti_channel_leave(b, rank, text, (size_t)message->bytes);
+        return 1;
     case MTI_MESSAGE_FAILED: mti_channel_decide(b, MTI_WHY_FAILED, -1, -1, b->last, text); return 1;
     case MTI_MESSAGE_END: mti_channel_end(b, rank, (mti_end_reason)message->what); return 1;
     default: return 0;
     }
 }
 
-/* -- the comparison, at the other ranks -- */
+/* -- the other ranks -- */
 
-/* Takes a valid message of rank 0. Returns 0 when rank 0 does not send it. */
-static int mti_channel_take_result(mti_channel *b, const mti_message *message, const char *text) {
+/* Passes a valid message of a rank below this one on to the parent. Returns 0 when no rank sends it there. */
+static int mti_channel_relay(mti_channel *b, const mti_message *message, const char *text) {
+    if (message->kind == MTI_MESSAGE_LEFT && mti_rank_parent(message->rank) == b->rank)
+        mti_channel_leave(b, message->rank, text, (size_t)message->bytes); /* the end of its connection is no news */
+    switch (message->kind) {
+    case MTI_MESSAGE_CALL:
+    case MTI_MESSAGE_LATE:
+    case MTI_MESSAGE_LEFT:
+    case MTI_MESSAGE_FAILED: mti_channel_send(b, b->connections, message, text); return 1;
+    case MTI_MESSAGE_END: mti_channel_end(b, message->rank, (mti_end_reason)message->what); return 1;
+    default: return 0;
+    }
+}
+
+/* Takes a valid message of the parent, and passes it on. Returns 0 when no parent sends it. */
+static int mti_channel_take_down(mti_channel *b, const mti_message *message, const char *text) {
+    int rank = message->rank;
     switch (message->kind) {
     case MTI_MESSAGE_RESULT:
+        mti_channel_send_down(b, message, text);
         if (b->decided) return 1;
         b->result = *message;
         mti_bytes_put(&b->shown, text,
@@ -5817,36 +5887,84 @@ static int mti_channel_take_result(mti_channel *b, const mti_message *message, c
         __atomic_store_n(&b->decided, 1, __ATOMIC_RELEASE);
         return 1;
     case MTI_MESSAGE_LEFT:
-        b->number[0] = message->count;
-        mti_channel_leave(b, 0, text, (size_t)message->bytes);
-        if (b->number[b->rank] > b->number[0]) mti_channel_decide_left(b, 0);
+        if (!mti_channel_is_below(b, rank)) return 0;
+        mti_channel_send_down(b, message, text);
+        b->number[rank] = message->count;
+        mti_channel_leave(b, rank, text, (size_t)message->bytes);
+        if (b->number[b->rank] > b->number[rank]) mti_channel_decide_left(b, rank);
         return 1;
-    case MTI_MESSAGE_END: mti_channel_end(b, message->rank, (mti_end_reason)message->what); return 1;
+    case MTI_MESSAGE_END: mti_channel_end(b, rank, (mti_end_reason)message->what); return 1;
     default: return 0;
     }
 }
 
-/* Sends a message of this rank to rank 0. Behind the farewell of rank 0 a collective is an error. */
+/* Sends a message of this rank to the parent. Where a rank has left over which it would go to rank 0, a collective
+   behind the last one of that rank is an error, and a send or a receive can no longer be compared. */
 static void mti_channel_pass(mti_channel *b, const mti_message *message, const char *text) {
-    int kind = (int)(message->what & 255) - 1;
+    int kind = (int)(message->what & 255) - 1, left = b->gone_at > 0 ? -1 : mti_channel_left_above(b, b->rank);
     mti_channel_send(b, b->connections, message, text);
+    if (message->kind == MTI_MESSAGE_LEFT) mti_channel_leave(b, b->rank, text, (size_t)message->bytes);
     if (message->kind != MTI_MESSAGE_CALL) return;
     b->last[b->rank] = mti_said_of(message);
-    if (kind == MT_SEND || kind == MT_RECV || kind == MTI_SEND_RECV) return;
+    if (kind == MT_SEND || kind == MT_RECV || kind == MTI_SEND_RECV) {
+        if (left >= 0 && !b->decided) mti_channel_end(b, left, MTI_END_LEFT);
+        return;
+    }
     b->number[b->rank]++;
-    if (mti_channel_has_left(b, 0) && !b->gone_at && b->number[b->rank] > b->number[0]) mti_channel_decide_left(b, 0);
+    if (left >= 0 && b->number[b->rank] > b->number[left]) mti_channel_decide_left(b, left);
 }
 
-/* -- the comparer -- */
+/* A connection has ended. Without a farewell of the rank at its other end, that rank is gone. */
+static void mti_channel_lost(mti_channel *b, int line) {
+    int rank = line ? mti_channel_child(b, line) : mti_rank_parent(b->rank);
+    mti_message message;
+    if (!line || b->rank == 0) {
+        mti_channel_gone(b, rank);
+        return;
+    }
+    if (mti_channel_has_left(b, rank)) return;
+    memset(&message, 0, sizeof message);
+    message.kind = MTI_MESSAGE_LEFT;
+    message.rank = rank;
+    message.what = 1;
+    message.bytes = sizeof mti_is_gone;
+    mti_channel_relay(b, &message, mti_is_gone);
+}
 
-/* Takes the messages that have arrived in a connection. rank: the rank at its other end */
-static void mti_channel_take_all(mti_channel *b, mti_connection *connection, int rank) {
+#endif
+
+/* ---- the thread that sends and compares calls over NCCL (src/comm/nccl_comparer.c) ------------------------------- */
+
+#if MTI_COMPARES
+
+/* Belongs to the channels of one context. */
+typedef struct mti_comparer {
+    pthread_mutex_t mutex;
+    pthread_cond_t cond; /* a channel has been let go */
+    pthread_t thread;
+    int users; /* channels; only the thread of the rank uses this number */
+    /* guarded by the mutex */
+    mti_channel *joining; /* that the thread has not seen yet */
+    int ends;
+    int pending; /* 1: a queue has messages, or a channel joins or leaves */
+    int sleeps;  /* 1: the thread is in poll until something happens */
+    int bell[2]; /* a pipe that wakes the thread */
+    /* only of the thread */
+    mti_channel *channels;
+    struct pollfd *polled;
+    int polled_room;
+} mti_comparer;
+
+/* Takes the messages that have arrived in a connection. line: its number */
+static void mti_channel_take_all(mti_channel *b, mti_connection *connection, int line) {
     mti_message message;
     const char *text = NULL;
     mti_parsed parsed = MTI_PARSED;
     while (!b->ended && (parsed = mti_message_parse(&connection->in, b->size, &message, &text)) == MTI_PARSED) {
-        int known =
-            b->rank == 0 ? mti_channel_take(b, rank, &message, text) : mti_channel_take_result(b, &message, text);
+        int known = line == 0 ? mti_channel_take_down(b, &message, text)
+                              : mti_channel_line(b, message.rank) == line &&
+                                    (b->rank == 0 ? mti_channel_compare(b, &message, text)
+                                                  : mti_channel_relay(b, &message, text));
         mti_bytes_drop(&connection->in, sizeof message + (size_t)message.bytes);
         if (!known) parsed = MTI_MALFORMED;
         if (!known) break;
@@ -5857,28 +5975,40 @@ static void mti_channel_take_all(mti_channel *b, mti_connection *connection, int
 
 /* Reads from a connection, and takes the messages. After the end of a comparison it only waits for the connection's
    end. Returns 1 when there may be more to read. */
-static int mti_channel_read(mti_channel *b, mti_connection *connection, int rank) {
+static int mti_channel_read(mti_channel *b, int line) {
+    mti_connection *connection = &b->connections[line];
     int bytes = mti_connection_read(connection);
     if (bytes < 0) mti_channel_end(b, b->rank, MTI_END_MEMORY);
-    mti_channel_take_all(b, connection, rank);
+    mti_channel_take_all(b, connection, line);
     return bytes > 0 && !connection->lost;
+}
+
+/* Takes the queue of the rank's thread. The caller holds the mutex. mti_channel_empty has emptied `taken`. */
+static void mti_channel_swap(mti_channel *b) {
+    mti_bytes taken = b->taken;
+    b->taken = b->queue;
+    b->queue = taken;
+    b->overflowed = b->overflow;
+    b->closing = b->leaves;
 }
 
 /* Takes the messages of this rank. */
 static void mti_channel_empty(mti_channel *b) {
     mti_message message;
     const char *text = NULL;
-    while (!b->ended && mti_message_parse(&b->queue, b->size, &message, &text) == MTI_PARSED) {
-        if (b->rank == 0) mti_channel_take(b, 0, &message, text);
+    while (!b->ended && mti_message_parse(&b->taken, b->size, &message, &text) == MTI_PARSED) {
+        if (b->rank == 0) mti_channel_compare(b, &message, text);
         else mti_channel_pass(b, &message, text);
-        if (!b->ended) mti_bytes_drop(&b->queue, sizeof message + (size_t)message.bytes); /* the end has freed it */
+        if (!b->ended) mti_bytes_drop(&b->taken, sizeof message + (size_t)message.bytes); /* the end has freed it */
     }
+    if (b->ended) mti_bytes_free(&b->taken);
 }
 
 /* Takes the messages of this rank, sends what there is to send, and ends lost connections. Returns 1 when the comparer
    must look again soon. */
 static int mti_channel_work(mti_channel *b) {
-    int i, soon = mti_bytes_size(&b->queue) > 0;
+    int i, soon = mti_bytes_size(&b->taken) > 0;
+    if (b->overflowed) mti_channel_end(b, b->rank, (mti_end_reason)(b->overflowed - 1));
     mti_channel_empty(b);
     if (b->odd && !b->decided && mti_now() > b->odd_at + MTI_CHANNEL_GRACE)
         mti_channel_decide(b, MTI_WHY_DIFFERS, -1, -1, b->odd_calls, "");
@@ -5890,11 +6020,37 @@ static int mti_channel_work(mti_channel *b) {
         if (!b->connections[i].lost) continue;
         b->connections[i].lost = 0;
         mti_connection_close(&b->connections[i]);
-        mti_channel_lost(b, b->rank == 0 ? i : 0);
+        mti_channel_lost(b, i);
         soon = 1;
     }
     if (b->ended) return !b->end_is_sent;
     return soon || ((b->odd || b->gone_at > 0) && !b->decided);
+}
+
+static int mti_channel_has_more(const mti_channel *b) {
+    int i;
+    for (i = 0; i < b->connection_count; i++)
+        if (b->connections[i].fd >= 0 && mti_bytes_size(&b->connections[i].out)) return 1;
+    return 0;
+}
+
+/* Begins to close: takes what the ranks below have sent, and says farewell to them. */
+static void mti_channel_farewell(mti_channel *b) {
+    static const char left[] = "has left the group";
+    const mti_bytes *reason = &b->reasons[b->rank];
+    double start = mti_now();
+    mti_message message;
+    int i;
+    b->closes_at = start + MTI_CHANNEL_GRACE;
+    for (i = 1; i < b->connection_count; i++)
+        while (mti_channel_read(b, i) && mti_now() < b->closes_at) continue;
+    memset(&message, 0, sizeof message);
+    message.kind = MTI_MESSAGE_LEFT;
+    message.rank = b->rank;
+    message.count = b->number[b->rank];
+    message.bytes = mti_bytes_size(reason) ? mti_bytes_size(reason) : sizeof left;
+    mti_channel_send_down(b, &message, mti_bytes_size(reason) ? mti_bytes_front(reason) : left);
+    mti_channel_work(b);
 }
 
 static void mti_channel_free(mti_channel *b) {
@@ -5910,6 +6066,7 @@ static void mti_channel_free(mti_channel *b) {
             b->pairs[i] = next;
         }
     mti_bytes_free(&b->queue);
+    mti_bytes_free(&b->taken);
     mti_bytes_free(&b->shown);
     free(b->connections);
     free(b->last);
@@ -5941,14 +6098,18 @@ static int mti_channel_fill(mti_channel *b) {
 /* NULL: out of memory. */
 static mti_channel *mti_channel_new(int rank, int size) {
     mti_channel *b = (mti_channel *)calloc(1, sizeof *b);
+    int children = size - 1 - MTI_CHANNEL_CHILDREN * rank;
     if (!b) return NULL;
     b->rank = rank;
     b->size = size;
-    b->connection_count = rank == 0 ? size : 1;
+    if (children < 0) children = 0;
+    b->connection_count = 1 + (children < MTI_CHANNEL_CHILDREN ? children : MTI_CHANNEL_CHILDREN);
     if (mti_channel_fill(b)) return b;
     mti_channel_free(b);
     return NULL;
 }
+
+/* -- the thread -- */
 
 /* Lists the sockets to poll, the bell first. Returns their number; 0: no memory */
 static int mti_comparer_list(mti_comparer *c) {
@@ -5972,34 +6133,88 @@ static int mti_comparer_list(mti_comparer *c) {
     return n;
 }
 
-static void *mti_comparer_run(void *argument) {
-    mti_comparer *c = (mti_comparer *)argument;
+/* Takes over what the thread of the rank has left. Returns 0 when the comparer ends. */
+static int mti_comparer_take(mti_comparer *c) {
+    mti_channel *b;
+    int ends;
+    pthread_mutex_lock(&c->mutex);
+    while ((b = c->joining) != NULL) {
+        c->joining = b->next;
+        b->next = c->channels;
+        c->channels = b;
+    }
+    c->pending = 0;
+    c->sleeps = 0;
+    for (b = c->channels; b; b = b->next) mti_channel_swap(b);
+    ends = c->ends;
+    pthread_mutex_unlock(&c->mutex);
+    return !ends;
+}
+
+/* Lets go of a channel that is closing and has nothing left to send, or no time. Returns 1 when it has. */
+static int mti_comparer_release(mti_comparer *c, mti_channel **at) {
+    mti_channel *b = *at;
+    if (b->closes_at <= 0 || (mti_channel_has_more(b) && mti_now() < b->closes_at)) return 0;
+    *at = b->next;
+    pthread_mutex_lock(&c->mutex);
+    b->let_go = 1;
+    pthread_cond_broadcast(&c->cond);
+    pthread_mutex_unlock(&c->mutex);
+    return 1;
+}
+
+/* Works on all channels. Returns 1 when the comparer must look again soon. */
+static int mti_comparer_work(mti_comparer *c) {
+    mti_channel **at = &c->channels;
+    int soon = 0;
+    while (*at) {
+        mti_channel *b = *at;
+        soon |= mti_channel_work(b) | b->closing;
+        if (b->closing && b->closes_at <= 0) mti_channel_farewell(b);
+        if (!mti_comparer_release(c, at)) at = &b->next;
+    }
+    return soon;
+}
+
+/* Whether the comparer can sleep until something happens. */
+static int mti_comparer_rests(mti_comparer *c, int soon) {
+    int rests;
+    pthread_mutex_lock(&c->mutex);
+    rests = c->sleeps = !soon && !c->pending;
+    pthread_mutex_unlock(&c->mutex);
+    return rests;
+}
+
+/* Reads what poll has found. */
+static void mti_comparer_hear(mti_comparer *c) {
     mti_channel *b;
     char rung[64];
-    pthread_mutex_lock(&c->mutex);
-    while (!c->ends) {
-        int soon = 0, n, i;
-        for (b = c->channels; b; b = b->next) soon |= mti_channel_work(b);
-        n = mti_comparer_list(c);
-        c->changed = 0;
-        c->sleeps = !soon;
-        pthread_mutex_unlock(&c->mutex);
-        poll(c->polled, (nfds_t)n, soon || !n ? MTI_CHANNEL_TICK : -1);
-        pthread_mutex_lock(&c->mutex);
-        c->sleeps = 0;
-        if (n && c->polled[0].revents && read(c->bell[0], rung, sizeof rung) < 0) continue;
-        if (c->changed || !n) continue;
-        for (b = c->channels, n = 1; b; b = b->next)
-            for (i = 0; i < b->connection_count; i++, n++)
-                if (c->polled[n].revents) mti_channel_read(b, &b->connections[i], i);
+    int n = 1, i;
+    if (c->polled[0].revents && read(c->bell[0], rung, sizeof rung) < 0 && errno != EAGAIN && errno != EINTR) return;
+    for (b = c->channels; b; b = b->next)
+        for (i = 0; i < b->connection_count; i++, n++)
+            if (c->polled[n].revents) mti_channel_read(b, i);
+}
+
+static void *mti_comparer_run(void *argument) {
+    mti_comparer *c = (mti_comparer *)argument;
+    while (mti_comparer_take(c)) {
+        int soon = mti_comparer_work(c), n = mti_comparer_list(c);
+        int found = poll(c->polled, (nfds_t)n, mti_comparer_rests(c, soon || !n) ? -1 : MTI_CHANNEL_TICK);
+        if (found > 0) mti_comparer_hear(c);
     }
-    pthread_mutex_unlock(&c->mutex);
     return NULL;
 }
 
-/* Wakes the thread. The caller holds the mutex. */
-static void mti_comparer_ring(mti_comparer *c) {
-    if (write(c->bell[1], "", 1) == 1) c->sleeps = 0;
+/* -- what the thread of the rank does -- */
+
+/* Releases the mutex, and wakes the thread when it sleeps. */
+static void mti_comparer_post(mti_comparer *c) {
+    int rings = c->sleeps;
+    c->pending = 1;
+    c->sleeps = 0;
+    pthread_mutex_unlock(&c->mutex);
+    while (rings && write(c->bell[1], "", 1) < 0 && errno == EINTR) continue;
 }
 
 static void mti_socket_set(int fd) {
@@ -6009,16 +6224,25 @@ static void mti_socket_set(int fd) {
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on); /* fails on a pipe, which needs none */
 }
 
+/* Starts the thread. The rest of c is made. */
+static int mti_comparer_start(mti_comparer *c) {
+    if (pthread_mutex_init(&c->mutex, NULL) == 0) {
+        if (pthread_cond_init(&c->cond, NULL) == 0) {
+            if (mti_thread_start(&c->thread, mti_comparer_run, c) == 0) return 1;
+            pthread_cond_destroy(&c->cond);
+        }
+        pthread_mutex_destroy(&c->mutex);
+    }
+    return 0;
+}
+
 static mti_comparer *mti_comparer_new(void) {
     mti_comparer *c = (mti_comparer *)calloc(1, sizeof *c);
     if (!c) return NULL;
     if (pipe(c->bell) == 0) {
         mti_socket_set(c->bell[0]);
         mti_socket_set(c->bell[1]);
-        if (pthread_mutex_init(&c->mutex, NULL) == 0) {
-            if (mti_thread_start(&c->thread, mti_comparer_run, c) == 0) return c;
-            pthread_mutex_destroy(&c->mutex);
-        }
+        if (mti_comparer_start(c)) return c;
         close(c->bell[0]);
         close(c->bell[1]);
     }
@@ -6031,9 +6255,9 @@ static void mti_comparer_leave(mti_comparer *c) {
     if (--c->users > 0) return;
     pthread_mutex_lock(&c->mutex);
     c->ends = 1;
-    mti_comparer_ring(c);
-    pthread_mutex_unlock(&c->mutex);
+    mti_comparer_post(c);
     pthread_join(c->thread, NULL);
+    pthread_cond_destroy(&c->cond);
     pthread_mutex_destroy(&c->mutex);
     close(c->bell[0]);
     close(c->bell[1]);
@@ -6049,17 +6273,13 @@ static int mti_comparer_join(mt_context *ctx, mti_channel *b) {
     c = other ? other->nccl.channel->comparer : mti_comparer_new();
     if (!c) return 0;
     b->comparer = c;
-    pthread_mutex_lock(&c->mutex);
     c->users++;
-    b->next = c->channels;
-    c->channels = b;
-    c->changed = 1;
-    mti_comparer_ring(c);
-    pthread_mutex_unlock(&c->mutex);
+    pthread_mutex_lock(&c->mutex);
+    b->next = c->joining;
+    c->joining = b;
+    mti_comparer_post(c);
     return 1;
 }
-
-/* -- what the thread of the rank does -- */
 
 /* Warns also a program without a logger, which would not learn otherwise that an error may not be found. */
 static void mti_warn(mt_context *ctx, const char *text) {
@@ -6069,23 +6289,25 @@ static void mti_warn(mt_context *ctx, const char *text) {
 
 /* Says once that the comparison has ended. */
 static void mti_channel_warn(mt_comm *comm) {
+    static const char *const why[] = {"has no memory for them", "has seen calls that are too far ahead",
+                                      "has left the group, and their calls went over it"};
     mti_channel *b = comm->nccl.channel;
     char text[192];
     if (!mti_channel_is_ended(b) || b->end_is_told) return;
     b->end_is_told = 1;
     snprintf(text, sizeof text, "the calls of the ranks of \"%s\" are no longer compared: rank %d %s", comm->name,
-             (int)b->end.rank,
-             b->end.what == MTI_END_MEMORY ? "has no memory for them" : "has seen calls that are too far ahead");
+             (int)b->end.rank, why[b->end.what]);
     mti_warn(comm->nccl.home, text);
 }
 
-/* Appends a message to the queue, or ends the comparison. call: NULL for other messages than MTI_MESSAGE_CALL */
+/* Appends a message to the queue. call: NULL for other messages than MTI_MESSAGE_CALL */
 static void mti_channel_append(mt_comm *comm, mti_message_kind kind, const mti_call *call, const char *text) {
     mti_channel *b = comm->nccl.channel;
     mti_slot slot;
     mti_message message;
     if (!b) return;
     mti_channel_warn(comm);
+    if (mti_channel_is_ended(b)) return;
     memset(&message, 0, sizeof message);
     message.kind = (int32_t)kind;
     message.rank = comm->rank;
@@ -6097,10 +6319,9 @@ static void mti_channel_append(mt_comm *comm, mti_message_kind kind, const mti_c
         message.recvcount = slot.recvcount;
     }
     pthread_mutex_lock(&b->comparer->mutex);
-    if (mti_bytes_size(&b->queue) > MTI_CHANNEL_AHEAD * sizeof message) mti_channel_end(b, b->rank, MTI_END_AHEAD);
-    else if (!b->ended && !mti_message_add(&b->queue, &message, text)) mti_channel_end(b, b->rank, MTI_END_MEMORY);
-    if (b->comparer->sleeps) mti_comparer_ring(b->comparer);
-    pthread_mutex_unlock(&b->comparer->mutex);
+    if (mti_bytes_size(&b->queue) > MTI_CHANNEL_AHEAD * sizeof message) b->overflow = 1 + MTI_END_AHEAD;
+    else if (!b->overflow && !mti_message_add(&b->queue, &message, text)) b->overflow = 1 + MTI_END_MEMORY;
+    mti_comparer_post(b->comparer);
 }
 
 /* Asks which ranks are missing, and waits for the answer. */
@@ -6124,44 +6345,21 @@ static void mti_channel_fail(mt_comm *comm, mt_status status, const char *why) {
     mti_channel_append(comm, MTI_MESSAGE_FAILED, NULL, text.data);
 }
 
-static int mti_channel_has_more(const mti_channel *b) {
-    int i;
-    for (i = 0; i < b->connection_count; i++)
-        if (b->connections[i].fd >= 0 && mti_bytes_size(&b->connections[i].out)) return 1;
-    return 0;
-}
-
-/* Sends what is left, and ends the connections. Rank 0 first compares what has arrived, and says farewell. */
+/* Waits until the comparer has sent what is left, said farewell and let go of the channel, and frees it. */
 static void mti_channel_close(mt_comm *comm) {
-    static const char reason[] = "has left the group";
-    mti_channel *b = comm->nccl.channel, **at;
+    mti_channel *b = comm->nccl.channel;
     mti_comparer *c;
-    mti_message message;
-    double start = mti_now();
-    int i;
-    comm->nccl.channel = NULL;
     if (!b) return;
     c = b->comparer;
-    memset(&message, 0, sizeof message);
-    message.kind = MTI_MESSAGE_LEFT;
-    message.bytes = sizeof reason;
     pthread_mutex_lock(&c->mutex);
-    mti_channel_work(b);
-    for (i = 0; i < b->connection_count && b->rank == 0; i++)
-        while (mti_channel_read(b, &b->connections[i], i) && mti_now() < start + MTI_CHANNEL_GRACE) continue;
-    message.count = b->number[0];
-    for (i = 0; i < b->connection_count && b->rank == 0; i++) mti_channel_send(b, &b->connections[i], &message, reason);
-    while (mti_channel_work(b), mti_channel_has_more(b) && mti_now() < start + MTI_CHANNEL_GRACE) {
-        pthread_mutex_unlock(&c->mutex);
-        mti_rest(1, 0);
-        pthread_mutex_lock(&c->mutex);
-    }
-    for (at = &c->channels; *at != b; at = &(*at)->next) continue;
-    *at = b->next;
-    c->changed = 1;
-    mti_comparer_ring(c);
-    mti_channel_free(b);
+    b->leaves = 1;
+    mti_comparer_post(c);
+    pthread_mutex_lock(&c->mutex);
+    while (!b->let_go) pthread_cond_wait(&c->cond, &c->mutex);
     pthread_mutex_unlock(&c->mutex);
+    mti_channel_warn(comm);
+    comm->nccl.channel = NULL;
+    mti_channel_free(b);
     mti_comparer_leave(c);
 }
 
@@ -6177,90 +6375,358 @@ static void mti_channel_abandon(mt_comm *comm) {
 
 #endif
 
+/* ---- how ranks over NCCL prove that they belong to a group (src/comm/nccl_secret.c) ------------------------------ */
+
+#if MTI_COMPARES
+
+static uint64_t mti_siphash_turn(uint64_t x, int bits) { return x << bits | x >> (64 - bits); }
+
+static void mti_siphash_round(uint64_t v[4]) {
+    v[0] += v[1];
+    v[2] += v[3];
+    v[1] = mti_siphash_turn(v[1], 13) ^ v[0];
+    v[3] = mti_siphash_turn(v[3], 16) ^ v[2];
+    v[0] = mti_siphash_turn(v[0], 32);
+    v[2] += v[1];
+    v[0] += v[3];
+    v[1] = mti_siphash_turn(v[1], 17) ^ v[2];
+    v[3] = mti_siphash_turn(v[3], 21) ^ v[0];
+    v[2] = mti_siphash_turn(v[2], 32);
+}
+
+/* SipHash-2-4 with a result of 64 bits (Aumasson and Bernstein, "SipHash: a fast short-input PRF", 2012). Who does not
+   know the key cannot tell the hash of data that he has not seen hashed. */
+static uint64_t mti_siphash(const uint64_t key[2], const void *data, size_t bytes) {
+    const unsigned char *p = (const unsigned char *)data;
+    uint64_t v[4];
+    size_t at, i;
+    v[0] = key[0] ^ 0x736f6d6570736575u;
+    v[1] = key[1] ^ 0x646f72616e646f6du;
+    v[2] = key[0] ^ 0x6c7967656e657261u;
+    v[3] = key[1] ^ 0x7465646279746573u;
+    for (at = 0; at <= bytes; at += 8) { /* the last word has the bytes that are left, and their number */
+        uint64_t word = bytes - at < 8 ? (uint64_t)bytes << 56 : 0;
+        for (i = 0; i < 8 && at + i < bytes; i++) word |= (uint64_t)p[at + i] << 8 * i;
+        v[3] ^= word;
+        mti_siphash_round(v);
+        mti_siphash_round(v);
+        v[0] ^= word;
+    }
+    v[2] ^= 255;
+    for (i = 0; i < 4; i++) mti_siphash_round(v);
+    return v[0] ^ v[1] ^ v[2] ^ v[3];
+}
+
+/* Writes random numbers of the system. Returns 0 when there are none: nothing else may take their place. */
+static int mti_random(uint64_t out[2]) {
+    size_t got = 0, all = 2 * sizeof *out;
+    ssize_t n = 1;
+    int fd = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return 0;
+    while (got < all && (n > 0 || (n < 0 && errno == EINTR))) {
+        n = read(fd, (char *)out + got, all - got);
+        if (n > 0) got += (size_t)n;
+    }
+    close(fd);
+    return got == all;
+}
+
+/* What proves to the rank at the other end of a connection that this one knows the secret. kind: that of the message
+   with the proof, MTI_MESSAGE_CHALLENGE of a parent or MTI_MESSAGE_PROOF of a child; hello, challenge: the random
+   numbers of the child and of the parent. A proof is of use only in its own connection, and in one direction. */
+static uint64_t mti_proof(const uint64_t secret[2], int kind, int child, int parent, const uint64_t hello[2],
+                          const uint64_t challenge[2]) {
+    uint64_t said[7];
+    said[0] = (uint64_t)kind;
+    said[1] = (uint64_t)child;
+    said[2] = (uint64_t)parent;
+    memcpy(said + 3, hello, 2 * sizeof *hello);
+    memcpy(said + 5, challenge, 2 * sizeof *challenge);
+    return mti_siphash(secret, said, sizeof said);
+}
+#endif
+
+/* ---- the address at which a rank over NCCL listens (src/comm/nccl_interfaces.c) ---------------------------------- */
+
+#if MTI_COMPARES
+
+/* A rank listens at one address only: the one that NCCL chooses for its own connections (ncclFindInterfaces in NCCL's
+   src/misc/socket.cc). NCCL_SOCKET_IFNAME and NCCL_SOCKET_FAMILY select it. Without them an interface whose name begins
+   with ib comes first, then one in the subnet of the address in NCCL_COMM_ID, then any other except docker, lo and
+   virbr, which follow in this order. Of those that match, the first one that the system lists counts. Here, addresses
+   that are valid on one link or one machine only (fe80::, ::1) count when there is no other. */
+
+typedef struct mti_address {
+    int family;             /* AF_INET or AF_INET6; 0: none */
+    unsigned char host[16]; /* in network order; of IPv4 the first 4 bytes, and zeros */
+    uint32_t scope;         /* of a link-local address of IPv6: the number of the interface on this machine */
+} mti_address;
+
+typedef struct mti_interface {
+    const char *name;
+    mti_address at, mask;
+} mti_interface;
+
+/* family 0: the address is of another family, or NULL */
+static mti_address mti_address_of(const struct sockaddr *from) {
+    mti_address a;
+    struct sockaddr_in in;
+    struct sockaddr_in6 in6;
+    memset(&a, 0, sizeof a);
+    if (from && from->sa_family == AF_INET) {
+        memcpy(&in, from, sizeof in);
+        memcpy(a.host, &in.sin_addr, 4);
+        a.family = AF_INET;
+    } else if (from && from->sa_family == AF_INET6) {
+        memcpy(&in6, from, sizeof in6);
+        memcpy(a.host, &in6.sin6_addr, 16);
+        a.scope = in6.sin6_scope_id;
+        a.family = AF_INET6;
+    }
+    return a;
+}
+
+/* Writes the address for bind and connect. Returns its bytes. */
+static socklen_t mti_address_write(const mti_address *a, uint16_t port, struct sockaddr_storage *to) {
+    struct sockaddr_in in;
+    struct sockaddr_in6 in6;
+    memset(to, 0, sizeof *to);
+    if (a->family == AF_INET) {
+        memset(&in, 0, sizeof in);
+        in.sin_family = AF_INET;
+        in.sin_port = htons(port);
+        memcpy(&in.sin_addr, a->host, 4);
+        memcpy(to, &in, sizeof in);
+        return (socklen_t)sizeof in;
+    }
+    memset(&in6, 0, sizeof in6);
+    in6.sin6_family = AF_INET6;
+    in6.sin6_port = htons(port);
+    in6.sin6_scope_id = a->scope;
+    memcpy(&in6.sin6_addr, a->host, 16);
+    memcpy(to, &in6, sizeof in6);
+    return (socklen_t)sizeof in6;
+}
+
+static int mti_address_is_link_local(const mti_address *a) {
+    return a->family == AF_INET6 && a->host[0] == 0xfe && (a->host[1] & 0xc0) == 0x80;
+}
+
+/* Whether only this machine, or one link, knows the address. Of IPv4, lo has such addresses, and comes late anyway. */
+static int mti_address_is_poor(const mti_address *a) {
+    static const unsigned char loopback[16] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1};
+    return mti_address_is_link_local(a) || (a->family == AF_INET6 && memcmp(a->host, loopback, 16) == 0);
+}
+
+/* Whether a list in the format of NCCL_SOCKET_IFNAME selects the interface: names that begin with one of the list, with
+   a leading "=" those of the list, and with a leading "^" or "^=" all others. */
+static int mti_interface_matches(const char *list, const char *name) {
+    int excludes = *list == '^', exact, found = 0, names = 0;
+    list += excludes;
+    exact = *list == '=';
+    list += exact;
+    while (*list) {
+        size_t n = strcspn(list, ",:"), next = strcspn(list, ","); /* NCCL ignores a :port */
+        if (n) found |= strncmp(name, list, n) == 0 && (!exact || name[n] == '\0');
+        names += n > 0;
+        list += next + (list[next] == ',');
+    }
+    return (found || !names) != excludes;
+}
+
+static int mti_interface_is_beside(const mti_interface *i, const mti_address *other) {
+    int k;
+    if (i->at.family != other->family || i->at.scope != other->scope) return 0;
+    for (k = 0; k < 16 && !((i->at.host[k] ^ other->host[k]) & i->mask.host[k]); k++) continue;
+    return k == 16;
+}
+
+/* Chooses one of `count` interfaces; NULL: none matches. list: NCCL_SOCKET_IFNAME, or NULL; family: 0: any; beside: the
+   address in NCCL_COMM_ID, or NULL. NCCL does not look at the family where it looks at the subnet. */
+static const mti_interface *mti_interface_choose(const mti_interface *all, int count, const char *list, int family,
+                                                 const mti_address *beside) {
+    static const char *const lists[] = {"ib", NULL, "^docker,lo,virbr", "docker", "lo", "virbr"};
+    int poor, step, i, steps = list ? 1 : (int)(sizeof lists / sizeof *lists);
+    for (poor = 0; poor < 2; poor++)
+        for (step = 0; step < steps; step++)
+            for (i = 0; i < count; i++) {
+                const char *names = list ? list : lists[step];
+                if (!names && beside && mti_interface_is_beside(&all[i], beside)) return &all[i];
+                if (!names || (family && all[i].at.family != family)) continue;
+                if ((poor || !mti_address_is_poor(&all[i].at)) && mti_interface_matches(names, all[i].name))
+                    return &all[i];
+            }
+    return NULL;
+}
+
+/* Resolves host:port or [host]:port of NCCL_COMM_ID. Returns 0 when it cannot. */
+static int mti_address_resolve(const char *id, mti_address *at) {
+    char host[256];
+    struct addrinfo hints, *found = NULL;
+    int brackets = *id == '[';
+    size_t n = strcspn(id += brackets, brackets ? "]" : ":");
+    if (n == 0 || n >= sizeof host) return 0;
+    memcpy(host, id, n);
+    host[n] = '\0';
+    memset(&hints, 0, sizeof hints);
+    hints.ai_socktype = SOCK_STREAM;
+    if (getaddrinfo(host, NULL, &hints, &found) != 0) return 0;
+    *at = mti_address_of(found->ai_addr);
+    freeaddrinfo(found);
+    return at->family != 0;
+}
+
+/* The address of this machine at which the rank listens. Returns 0 when there is none, or no memory. */
+static int mti_address_choose(mti_address *out) {
+    const char *list = getenv("NCCL_SOCKET_IFNAME"), *family = getenv("NCCL_SOCKET_FAMILY"),
+               *id = getenv("NCCL_COMM_ID");
+    const int wanted = !family ? 0 : !strcmp(family, "AF_INET") ? AF_INET : !strcmp(family, "AF_INET6") ? AF_INET6 : 0;
+    const mti_interface *chosen = NULL;
+    mti_interface *interfaces;
+    mti_address beside;
+    struct ifaddrs *all = NULL, *a;
+    int count = 0;
+    memset(&beside, 0, sizeof beside);
+    if (list && strlen(list) < 2) list = NULL; /* as NCCL does */
+    if (!list && id) mti_address_resolve(id, &beside);
+    if (getifaddrs(&all) != 0) return 0;
+    for (a = all; a; a = a->ifa_next) count++;
+    interfaces = (mti_interface *)calloc((size_t)count + 1, sizeof *interfaces);
+    for (a = all, count = 0; a && interfaces; a = a->ifa_next) {
+        interfaces[count].name = a->ifa_name;
+        interfaces[count].at = mti_address_of(a->ifa_addr);
+        interfaces[count].mask = mti_address_of(a->ifa_netmask);
+        count += interfaces[count].at.family != 0 && (a->ifa_flags & IFF_RUNNING);
+    }
+    if (interfaces) chosen = mti_interface_choose(interfaces, count, list, wanted, beside.family ? &beside : NULL);
+    if (chosen) *out = chosen->at;
+    free(interfaces);
+    freeifaddrs(all);
+    return chosen != NULL;
+}
+#endif
+
 /* ---- how the ranks over NCCL connect (src/comm/nccl_listeners.c) ------------------------------------------------- */
 
 #if MTI_COMPARES
 
-/* Rank 0 serves all connections at the same time, so one on which nothing comes costs nothing. A rank tries all
-   addresses of rank 0 at the same time, for the same reason. Both sides compare the listener's token. A rank has
-   connected when rank 0 has opened one of its connections; rank 0 closes the others. */
+/* An all-gather over NCCL tells every rank the addresses at which the ranks listen, and a secret of rank 0. A child
+   connects to its parent and says hello; the parent proves that it knows the secret, and then the child does. Each
+   proof depends on random numbers of both sides, so the secret is never sent, and what was sent once is of no use in
+   another connection. A rank serves all connections at the same time, so one on which nothing comes costs nothing.
 
-#define MTI_LISTENER_HOSTS 6
-#define MTI_LISTENER_STRANGERS 64 /* connections that may come from others than the ranks */
+   When all ranks below a rank are connected, it tells its parent that it is ready. When rank 0 is ready, it opens the
+   connections, and each rank opens those of its children. When a rank cannot connect to its parent, they tell each
+   other which one, up and down the tree, and no rank compares calls. */
+
+#define MTI_LISTENER_STRANGERS 128 /* connections at the same time that may come from others than the children */
+
+typedef enum mti_listener_lack {
+    MTI_LACKS_NOTHING,
+    MTI_LACKS_SECRET,
+    MTI_LACKS_ADDRESS,
+    MTI_LACKS_SOCKET
+} mti_listener_lack;
 
 /* Where a rank listens. Sent as it is. */
 typedef struct mti_listener {
-    uint64_t token; /* a connection without this number is not from a rank of the communicator */
-    uint32_t port;  /* 0: there is no listener */
-    uint32_t hosts, host[MTI_LISTENER_HOSTS];
+    uint64_t secret[2];     /* only that of rank 0 counts */
+    unsigned char host[16]; /* as in mti_address */
+    uint16_t port;          /* 0: the rank does not listen */
+    uint8_t version;        /* of IP: 4 or 6 */
+    uint8_t lacks;          /* mti_listener_lack */
+    uint32_t unused;
 } mti_listener;
 
-/* The random number is not a secret: it protects from mistakes. */
-static uint64_t mti_listener_token(const void *salt) {
-    struct timespec t;
-    uint64_t token = 0;
-    int fd = open("/dev/urandom", O_RDONLY);
-    if (fd < 0 || read(fd, &token, sizeof token) != (ssize_t)sizeof token) {
-        clock_gettime(CLOCK_REALTIME, &t);
-        token = (uint64_t)t.tv_nsec * 0x9e3779b97f4a7c15u ^ (uint64_t)getpid() << 32 ^ (uint64_t)(uintptr_t)salt;
-    }
-    if (fd >= 0) close(fd);
-    return token;
-}
-
-/* Lists the IPv4 addresses of this machine; the loopback address only when there is no other. */
-static void mti_listener_hosts(mti_listener *listener) {
-    struct ifaddrs *all = NULL, *a;
-    if (getifaddrs(&all) != 0) all = NULL;
-    for (a = all; a && listener->hosts < MTI_LISTENER_HOSTS; a = a->ifa_next) {
-        struct sockaddr_in in;
-        if (!a->ifa_addr || a->ifa_addr->sa_family != AF_INET || !(a->ifa_flags & IFF_UP) ||
-            (a->ifa_flags & IFF_LOOPBACK))
-            continue;
-        memcpy(&in, a->ifa_addr, sizeof in);
-        listener->host[listener->hosts++] = in.sin_addr.s_addr;
-    }
-    if (!listener->hosts) listener->host[listener->hosts++] = htonl(INADDR_LOOPBACK);
-    if (all) freeifaddrs(all);
-}
-
-/* Opens a socket that listens, and describes it. Returns -1, and a listener without a port, when there is none. */
-static int mti_listener_open(mti_listener *listener) {
-    struct sockaddr_in at;
-    socklen_t bytes = sizeof at;
-    int fd = socket(AF_INET, SOCK_STREAM, 0);
-    memset(listener, 0, sizeof *listener);
+/* Listens at one address. Returns the socket, or -1. */
+static int mti_listener_bind(const mti_address *address, mti_listener *listener) {
+    struct sockaddr_storage at;
+    struct sockaddr_in6 in6;
+    struct sockaddr_in in;
+    socklen_t bytes = mti_address_write(address, 0, &at);
+    int fd = socket(address->family, SOCK_STREAM, 0);
     if (fd < 0) return -1;
-    memset(&at, 0, sizeof at);
-    at.sin_family = AF_INET;
-    at.sin_addr.s_addr = htonl(INADDR_ANY);
     mti_socket_set(fd);
-    if (bind(fd, (struct sockaddr *)&at, sizeof at) != 0 || listen(fd, MTI_MAX_RANKS) != 0 ||
+    if (bind(fd, (struct sockaddr *)&at, bytes) != 0 || listen(fd, MTI_MAX_RANKS) != 0 ||
         getsockname(fd, (struct sockaddr *)&at, &bytes) != 0) {
         close(fd);
         return -1;
     }
-    listener->port = ntohs(at.sin_port);
-    listener->token = mti_listener_token(listener);
-    mti_listener_hosts(listener);
+    memcpy(&in, &at, sizeof in);
+    memcpy(&in6, &at, sizeof in6);
+    memcpy(listener->host, address->host, sizeof listener->host);
+    listener->port = ntohs(address->family == AF_INET ? in.sin_port : in6.sin6_port);
+    listener->version = address->family == AF_INET ? 4 : 6;
     return fd;
 }
 
-/* A connection, or an attempt to make one, over which a message without a text must come: MTI_MESSAGE_HELLO at rank 0,
-   MTI_MESSAGE_OPEN at the other ranks. */
+/* Opens a socket that listens, and describes it. Returns -1, and what is missing, when it cannot. */
+static int mti_listener_open(mti_listener *listener) {
+    mti_address address;
+    int fd = -1;
+    memset(listener, 0, sizeof *listener);
+    if (!mti_random(listener->secret)) listener->lacks = MTI_LACKS_SECRET;
+    else if (!mti_address_choose(&address)) listener->lacks = MTI_LACKS_ADDRESS;
+    else if ((fd = mti_listener_bind(&address, listener)) < 0) listener->lacks = MTI_LACKS_SOCKET;
+    return fd;
+}
+
+static mti_address mti_listener_address(const mti_listener *listener) {
+    mti_address at, mine;
+    memset(&at, 0, sizeof at);
+    at.family = listener->version == 4 ? AF_INET : AF_INET6;
+    memcpy(at.host, listener->host, sizeof at.host);
+    if (mti_address_is_link_local(&at) && mti_address_choose(&mine)) at.scope = mine.scope;
+    return at;
+}
+
+#define MTI_LISTENER_TEXT 64 /* bytes of host:port or [host]:port */
+
+static void mti_listener_write(const mti_listener *listener, char text[MTI_LISTENER_TEXT]) {
+    char host[INET6_ADDRSTRLEN];
+    int four = listener->version == 4;
+    if (!inet_ntop(four ? AF_INET : AF_INET6, listener->host, host, (socklen_t)sizeof host)) host[0] = '\0';
+    snprintf(text, MTI_LISTENER_TEXT, four ? "%s:%d" : "[%s]:%d", host, (int)listener->port);
+}
+
+/* -- one connection -- */
+
+typedef enum mti_stage {
+    /* at the child */
+    MTI_CONNECTS,
+    MTI_AWAITS_CHALLENGE,
+    MTI_AWAITS_OPENING, /* or READY has not been sent yet */
+    MTI_OPENED,
+    /* at the parent */
+    MTI_AWAITS_HELLO,
+    MTI_AWAITS_PROOF,
+    MTI_AWAITS_READY,
+    MTI_IS_READY
+} mti_stage;
+
+/* A connection, or an attempt to make one, over which messages without a text come. */
 typedef struct mti_caller {
-    int fd;       /* -1: closed */
-    int connects; /* 1: connect has not ended yet */
-    size_t got;   /* bytes of the message that have come */
+    int fd; /* -1: closed */
+    mti_stage stage;
+    int rank;   /* of the child */
+    size_t got; /* bytes of the message that have come */
     mti_message message;
+    uint64_t hello[2], challenge[2];
 } mti_caller;
+
+static void mti_caller_begin(mti_caller *c, int fd, mti_stage stage, int rank) {
+    memset(c, 0, sizeof *c);
+    c->fd = fd;
+    c->stage = stage;
+    c->rank = rank;
+}
 
 static void mti_caller_close(mti_caller *c) {
     if (c->fd >= 0) close(c->fd);
     c->fd = -1;
 }
 
-/* Reads the message of a caller. size: of the group. Does not read beyond the message, and does not wait. */
+/* Reads the next message. size: of the group. Does not read beyond the message, and does not wait. */
 static mti_parsed mti_caller_read(mti_caller *c, int size) {
     ssize_t n;
     while (c->got < sizeof c->message) {
@@ -6269,16 +6735,21 @@ static mti_parsed mti_caller_read(mti_caller *c, int size) {
         else if (n == 0 || (errno != EINTR && errno != EAGAIN && errno != EWOULDBLOCK)) return MTI_MALFORMED;
         else if (errno != EINTR) return MTI_INCOMPLETE;
     }
+    c->got = 0;
     return mti_message_is_valid(&c->message, size) ? MTI_PARSED : MTI_MALFORMED;
 }
 
-static int mti_listener_say(int fd, int kind, int rank, uint64_t token) {
+/* Sends a message of `rank`. random: two numbers, or NULL. Closes the connection when it fails. */
+static void mti_caller_say(mti_caller *c, mti_message_kind kind, int rank, const uint64_t *random, uint64_t proof) {
     mti_message message;
     memset(&message, 0, sizeof message);
-    message.kind = kind;
+    message.kind = (int32_t)kind;
     message.rank = rank;
-    message.what = token;
-    return send(fd, &message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)sizeof message;
+    if (random) message.what = random[0];
+    if (random) message.count = random[1];
+    message.recvcount = proof;
+    if (c->fd >= 0 && send(c->fd, &message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT) != (ssize_t)sizeof message)
+        mti_caller_close(c);
 }
 
 /* Waits until one of the sockets has an event, or until `end` by mti_now. Returns 0 when the time is over. */
@@ -6292,181 +6763,269 @@ static int mti_listener_wait(struct pollfd *polled, int count, double end) {
     return 1;
 }
 
-/* Begins to connect to one address of rank 0. */
-static void mti_listener_call(const mti_listener *listener, uint32_t host, mti_caller *c) {
-    struct sockaddr_in at;
-    memset(c, 0, sizeof *c);
-    c->fd = socket(AF_INET, SOCK_STREAM, 0);
-    c->connects = 1;
-    if (c->fd < 0) return;
-    memset(&at, 0, sizeof at);
-    at.sin_family = AF_INET;
-    at.sin_port = htons((uint16_t)listener->port);
-    at.sin_addr.s_addr = host;
-    mti_socket_set(c->fd);
-    if (connect(c->fd, (struct sockaddr *)&at, sizeof at) != 0 && errno != EINPROGRESS) mti_caller_close(c);
-}
+/* -- the meeting of a rank with its parent and its children -- */
 
-/* After an event of an attempt: says hello when it is connected, or reads what rank 0 says. Returns 1 when rank 0 has
-   opened the connection. */
-static int mti_listener_called(const mti_listener *listener, int rank, int size, mti_caller *c) {
-    int error = -1;
-    socklen_t bytes = sizeof error;
-    mti_parsed parsed;
-    if (c->connects) {
-        c->connects = 0;
-        if (getsockopt(c->fd, SOL_SOCKET, SO_ERROR, &error, &bytes) != 0 || error != 0 ||
-            !mti_listener_say(c->fd, MTI_MESSAGE_HELLO, rank, listener->token))
-            mti_caller_close(c);
-        return 0;
-    }
-    parsed = mti_caller_read(c, size);
-    if (parsed == MTI_INCOMPLETE) return 0;
-    if (parsed == MTI_PARSED && c->message.kind == MTI_MESSAGE_OPEN && c->message.what == listener->token) return 1;
-    mti_caller_close(c);
-    return 0;
-}
-
-/* Connects to rank 0, and waits until all ranks are connected. Returns the socket; -1: it fails. */
-static int mti_listener_connect(const mti_listener *listener, int rank, int size, double end) {
-    mti_caller callers[MTI_LISTENER_HOSTS];
-    struct pollfd polled[MTI_LISTENER_HOSTS];
-    int count = listener->hosts < MTI_LISTENER_HOSTS ? (int)listener->hosts : MTI_LISTENER_HOSTS, open, fd = -1, i;
-    for (i = 0; i < count; i++) mti_listener_call(listener, listener->host[i], &callers[i]);
-    do {
-        for (i = open = 0; i < count; i++) {
-            polled[i].fd = callers[i].fd;
-            polled[i].events = callers[i].connects ? POLLOUT : POLLIN;
-            open += callers[i].fd >= 0;
-        }
-        if (!open || !mti_listener_wait(polled, count, end)) break;
-        for (i = 0; i < count && fd < 0; i++)
-            if (polled[i].revents && mti_listener_called(listener, rank, size, &callers[i])) fd = callers[i].fd;
-    } while (fd < 0);
-    for (i = 0; i < count; i++)
-        if (callers[i].fd != fd) mti_caller_close(&callers[i]);
-    return fd;
-}
-
-/* What rank 0 has while the ranks connect. */
-typedef struct mti_server {
-    int fd; /* of the listener */
-    const mti_listener *listener;
-    mti_channel *channel;
-    int come; /* ranks that are connected, with rank 0 */
-    mti_caller *callers;
-    int count, room; /* of the callers */
+typedef struct mti_meeting {
+    int fd;                        /* listens; -1: not */
+    const mti_listener *listeners; /* of all ranks */
+    int rank, size, children;      /* children: number of them */
+    int come, ready;               /* number of children that have proved to know the secret, and that are ready */
+    int absent;                    /* a rank that could not connect to its parent; -1: none is known */
+    mti_caller up;                 /* to the parent */
+    mti_caller *down;              /* per line; the first one is unused */
+    mti_caller *callers;           /* who has not proved anything yet */
+    int count, room;               /* of the callers */
     struct pollfd *polled;
-} mti_server;
+} mti_meeting;
 
-/* Takes what a caller has sent. A caller that is no rank of the group, or has come before, is closed. */
-static void mti_server_hear(mti_server *s, mti_caller *c) {
-    mti_parsed parsed = mti_caller_read(c, s->channel->size);
-    const mti_message *m = &c->message;
-    if (parsed == MTI_INCOMPLETE) return;
-    if (parsed == MTI_PARSED && m->kind == MTI_MESSAGE_HELLO && m->what == s->listener->token && m->rank >= 1 &&
-        s->channel->connections[m->rank].fd < 0) {
-        s->channel->connections[m->rank].fd = c->fd;
-        c->fd = -1;
-        s->come++;
+/* After an event of the connection to the parent: goes on with what comes next. */
+static void mti_meeting_rise(mti_meeting *m) {
+    mti_caller *c = &m->up;
+    const uint64_t *secret = m->listeners[0].secret;
+    int parent = mti_rank_parent(m->rank), error = -1, ok;
+    socklen_t bytes = sizeof error;
+    const mti_message *said = &c->message;
+    mti_parsed parsed;
+    if (c->stage == MTI_CONNECTS) {
+        ok = getsockopt(c->fd, SOL_SOCKET, SO_ERROR, &error, &bytes) == 0 && error == 0 && mti_random(c->hello);
+        c->stage = MTI_AWAITS_CHALLENGE;
+        if (ok) mti_caller_say(c, MTI_MESSAGE_HELLO, m->rank, c->hello, 0);
+        else mti_caller_close(c);
+        return;
     }
-    mti_caller_close(c);
+    parsed = mti_caller_read(c, m->size);
+    if (parsed == MTI_INCOMPLETE) return;
+    c->challenge[0] = said->what;
+    c->challenge[1] = said->count;
+    ok = parsed == MTI_PARSED;
+    if (ok && c->stage == MTI_AWAITS_CHALLENGE && said->kind == MTI_MESSAGE_CHALLENGE &&
+        said->recvcount == mti_proof(secret, MTI_MESSAGE_CHALLENGE, m->rank, parent, c->hello, c->challenge)) {
+        c->stage = MTI_AWAITS_OPENING;
+        mti_caller_say(c, MTI_MESSAGE_PROOF, m->rank, NULL,
+                       mti_proof(secret, MTI_MESSAGE_PROOF, m->rank, parent, c->hello, c->challenge));
+    } else if (ok && c->stage == MTI_AWAITS_OPENING && said->kind == MTI_MESSAGE_OPEN) c->stage = MTI_OPENED;
+    else if (ok && c->stage == MTI_AWAITS_OPENING && said->kind == MTI_MESSAGE_ABSENT) m->absent = said->rank;
+    else mti_caller_close(c);
+}
+
+/* Takes a child that has proved to know the secret. Returns 0 when it has come before. */
+static int mti_meeting_admit(mti_meeting *m, mti_caller *c) {
+    mti_caller *child = &m->down[c->rank - MTI_CHANNEL_CHILDREN * m->rank];
+    if (child->fd >= 0) return 0;
+    *child = *c;
+    child->stage = MTI_AWAITS_READY;
+    c->fd = -1;
+    m->come++;
+    return 1;
+}
+
+/* Takes what a caller has sent. One that is no child, has come before, or does not know the secret is closed. */
+static void mti_meeting_hear(mti_meeting *m, mti_caller *c) {
+    const uint64_t *secret = m->listeners[0].secret;
+    const mti_message *said = &c->message;
+    mti_parsed parsed = mti_caller_read(c, m->size);
+    int ok = parsed == MTI_PARSED;
+    if (parsed == MTI_INCOMPLETE) return;
+    if (ok && c->stage == MTI_AWAITS_HELLO && said->kind == MTI_MESSAGE_HELLO && said->rank > 0 &&
+        mti_rank_parent(said->rank) == m->rank && mti_random(c->challenge)) {
+        c->stage = MTI_AWAITS_PROOF;
+        c->rank = said->rank;
+        c->hello[0] = said->what;
+        c->hello[1] = said->count;
+        mti_caller_say(c, MTI_MESSAGE_CHALLENGE, m->rank, c->challenge,
+                       mti_proof(secret, MTI_MESSAGE_CHALLENGE, c->rank, m->rank, c->hello, c->challenge));
+        return;
+    }
+    ok = ok && c->stage == MTI_AWAITS_PROOF && said->kind == MTI_MESSAGE_PROOF && said->rank == c->rank &&
+         said->recvcount == mti_proof(secret, MTI_MESSAGE_PROOF, c->rank, m->rank, c->hello, c->challenge);
+    if (!ok || !mti_meeting_admit(m, c)) mti_caller_close(c);
+}
+
+/* Takes what a child says: that it is ready, or which rank is absent. A child that has given up may come again. */
+static void mti_meeting_listen(mti_meeting *m, mti_caller *c) {
+    mti_parsed parsed = mti_caller_read(c, m->size);
+    int ready = c->stage == MTI_IS_READY;
+    if (parsed == MTI_INCOMPLETE) return;
+    if (parsed == MTI_PARSED && !ready && c->message.kind == MTI_MESSAGE_READY) {
+        c->stage = MTI_IS_READY;
+        m->ready++;
+    } else if (parsed == MTI_PARSED && !ready && c->message.kind == MTI_MESSAGE_ABSENT) m->absent = c->message.rank;
+    else {
+        m->ready -= ready;
+        m->come--;
+        mti_caller_close(c);
+    }
 }
 
 /* Accepts who has called. When there are too many, the one that has been silent for longest is closed. */
-static void mti_server_accept(mti_server *s) {
-    mti_caller *c;
-    int fd = 0, most = s->room;
-    while (most-- > 0 && (fd = accept(s->fd, NULL, NULL)) >= 0) {
-        if (s->count == s->room) {
-            mti_caller_close(s->callers);
-            memmove(s->callers, s->callers + 1, (size_t)--s->count * sizeof *s->callers);
+static void mti_meeting_accept(mti_meeting *m) {
+    int fd = 0, most = m->room;
+    while (most-- > 0 && (fd = accept(m->fd, NULL, NULL)) >= 0) {
+        if (m->count == m->room) {
+            mti_caller_close(m->callers);
+            memmove(m->callers, m->callers + 1, (size_t)--m->count * sizeof *m->callers);
         }
-        c = &s->callers[s->count++];
-        memset(c, 0, sizeof *c);
-        c->fd = fd;
         mti_socket_set(fd);
-        mti_server_hear(s, c);
+        mti_caller_begin(&m->callers[m->count], fd, MTI_AWAITS_HELLO, -1);
+        mti_meeting_hear(m, &m->callers[m->count++]);
     }
     if (fd < 0 && errno != EAGAIN && errno != EWOULDBLOCK) mti_rest(1, 0); /* there may be no descriptor for it */
 }
 
-/* A rank says nothing before its connection is open: it has given up. */
-static void mti_server_drop(mti_server *s, mti_connection *connection) {
-    mti_connection_close(connection);
-    if (!mti_bytes_reserve(&connection->out, 0)) s->room = 0;
-    s->come--;
+/* Waits for events of all connections, and takes what has come. Returns 0 when the time is over. */
+static int mti_meeting_poll(mti_meeting *m, double end) {
+    struct pollfd *p = m->polled;
+    int n = 2, before = m->count, i, kept = 0;
+    p[0].fd = m->fd;
+    p[1].fd = m->up.fd;
+    for (i = 0; i < before; i++) p[n++].fd = m->callers[i].fd;
+    for (i = 1; i <= m->children; i++) p[n++].fd = m->down[i].fd;
+    for (i = 0; i < n; i++) p[i].events = POLLIN;
+    if (m->up.stage == MTI_CONNECTS) p[1].events = POLLOUT;
+    if (!mti_listener_wait(p, n, end)) return 0;
+    if (p[1].revents) mti_meeting_rise(m);
+    for (i = 1; i <= m->children; i++)
+        if (p[1 + before + i].revents) mti_meeting_listen(m, &m->down[i]);
+    for (i = 0; i < before; i++)
+        if (p[2 + i].revents) mti_meeting_hear(m, &m->callers[i]);
+    for (i = 0; i < before; i++)
+        if (m->callers[i].fd >= 0) m->callers[kept++] = m->callers[i];
+    m->count = kept;
+    if (p[0].revents) mti_meeting_accept(m);
+    return 1;
 }
 
-/* One round of mti_listener_serve. Returns 0 when the time is over. */
-static int mti_server_poll(mti_server *s, double end) {
-    mti_channel *b = s->channel;
-    int n = 1, before = s->count, i, kept = 0;
-    s->polled[0].fd = s->fd;
-    for (i = 0; i < before; i++) s->polled[n++].fd = s->callers[i].fd;
-    for (i = 1; i < b->size; i++) s->polled[n++].fd = b->connections[i].fd;
-    for (i = 0; i < n; i++) s->polled[i].events = POLLIN;
-    if (!mti_listener_wait(s->polled, n, end)) return 0;
-    for (i = 1; i < b->size; i++)
-        if (s->polled[before + i].revents) mti_server_drop(s, &b->connections[i]);
-    for (i = 0; i < before; i++)
-        if (s->polled[1 + i].revents) mti_server_hear(s, &s->callers[i]);
-    for (i = 0; i < before; i++)
-        if (s->callers[i].fd >= 0) s->callers[kept++] = s->callers[i];
-    s->count = kept;
-    if (s->polled[0].revents) mti_server_accept(s);
-    return s->room > 0;
+/* Begins to connect to the parent. */
+static void mti_meeting_call(mti_meeting *m) {
+    const mti_listener *to = &m->listeners[mti_rank_parent(m->rank)];
+    const mti_address address = mti_listener_address(to);
+    struct sockaddr_storage at;
+    socklen_t bytes = mti_address_write(&address, to->port, &at);
+    mti_caller_begin(&m->up, socket(address.family, SOCK_STREAM, 0), MTI_CONNECTS, m->rank);
+    if (m->up.fd < 0) return;
+    mti_socket_set(m->up.fd);
+    if (connect(m->up.fd, (struct sockaddr *)&at, bytes) != 0 && errno != EINPROGRESS) mti_caller_close(&m->up);
 }
 
-/* Accepts the other ranks, at most until `end`, and opens their connections. Returns 1 when all of them have come. */
-static int mti_listener_serve(int listener, const mti_listener *mine, mti_channel *b, double end) {
-    mti_server s;
-    int i, opened;
-    memset(&s, 0, sizeof s);
-    s.fd = listener;
-    s.listener = mine;
-    s.channel = b;
-    s.come = 1;
-    s.room = MTI_LISTENER_HOSTS * b->size + MTI_LISTENER_STRANGERS;
-    s.callers = (mti_caller *)calloc((size_t)s.room, sizeof *s.callers);
-    s.polled = (struct pollfd *)calloc((size_t)(s.room + b->size + 1), sizeof *s.polled);
-    while (s.callers && s.polled && s.come < b->size && mti_server_poll(&s, end)) continue;
-    opened = s.come == b->size && s.room > 0;
-    for (i = 1; i < b->size && opened; i++) mti_listener_say(b->connections[i].fd, MTI_MESSAGE_OPEN, 0, mine->token);
-    for (i = 0; s.callers && i < s.count; i++) mti_caller_close(&s.callers[i]);
-    free(s.callers);
-    free(s.polled);
+/* Meets the parent and the children, until all ranks below are connected, or one of them is absent. */
+static void mti_meeting_gather(mti_meeting *m, double end) {
+    int i, up = 0, over = 0;
+    while (!over && (!up || m->come < m->children || (m->ready < m->children && m->absent < 0))) {
+        over = !mti_meeting_poll(m, end);
+        up = m->rank == 0 || m->up.fd < 0 || m->up.stage == MTI_AWAITS_OPENING;
+    }
+    if (m->absent < 0 && m->rank > 0 && (m->up.fd < 0 || m->up.stage != MTI_AWAITS_OPENING)) m->absent = m->rank;
+    for (i = 1; i <= m->children && m->absent < 0; i++)
+        if (m->down[i].stage != MTI_IS_READY) m->absent = MTI_CHANNEL_CHILDREN * m->rank + i;
+}
+
+/* Waits until the parent opens the connection, or says which rank is absent. Without either it is this one. */
+static void mti_meeting_await(mti_meeting *m, double end) {
+    struct pollfd p;
+    p.events = POLLIN;
+    while (m->up.stage != MTI_OPENED && m->absent < 0) {
+        p.fd = m->up.fd;
+        if (p.fd < 0 || !mti_listener_wait(&p, 1, end)) m->absent = m->rank;
+        else if (p.revents) mti_meeting_rise(m);
+    }
+}
+
+/* Tells the parent the outcome, and the children what rank 0 has decided. Returns 1 when all ranks are connected. */
+static int mti_meeting_decide(mti_meeting *m, double end) {
+    int i, all = m->absent < 0;
+    if (m->rank > 0) {
+        mti_caller_say(&m->up, all ? MTI_MESSAGE_READY : MTI_MESSAGE_ABSENT, all ? m->rank : m->absent, NULL, 0);
+        mti_meeting_await(m, end);
+        all = m->absent < 0;
+    }
+    for (i = 1; i <= m->children; i++)
+        mti_caller_say(&m->down[i], all ? MTI_MESSAGE_OPEN : MTI_MESSAGE_ABSENT, all ? m->rank : m->absent, NULL, 0);
+    return all;
+}
+
+/* Connects the ranks of b, in at most so many seconds, or a few more. fd: of this rank's listener, or -1; listeners: of
+   all ranks. The ranks that are further from rank 0 first give up their children, so that the others learn who is
+   absent. Returns 1 when all are connected; otherwise *absent is a rank that could not connect to its parent, or -1: no
+   memory. */
+static int mti_channel_connect(mti_channel *b, int fd, const mti_listener *listeners, double seconds, int *absent) {
+    int levels = mti_rank_depth(b->size - 1) - 1, depth = mti_rank_depth(b->rank), opened = 0, i;
+    double end = mti_now() + seconds + MTI_CHANNEL_GRACE * levels;
+    mti_meeting m;
+    memset(&m, 0, sizeof m);
+    m.fd = b->connection_count > 1 ? fd : -1;
+    m.listeners = listeners;
+    m.rank = b->rank;
+    m.size = b->size;
+    m.children = b->connection_count - 1;
+    m.absent = m.up.fd = -1;
+    m.room = m.children + MTI_LISTENER_STRANGERS;
+    m.callers = (mti_caller *)calloc((size_t)m.room, sizeof *m.callers);
+    m.down = (mti_caller *)calloc((size_t)b->connection_count, sizeof *m.down);
+    m.polled = (struct pollfd *)calloc((size_t)(m.room + m.children + 2), sizeof *m.polled);
+    for (i = 0; m.down && i <= m.children; i++) m.down[i].fd = -1;
+    if (m.callers && m.down && m.polled) {
+        if (m.rank > 0) mti_meeting_call(&m);
+        mti_meeting_gather(&m, end - MTI_CHANNEL_GRACE * depth);
+        opened = mti_meeting_decide(&m, end + MTI_CHANNEL_GRACE * depth);
+    }
+    for (i = 0; m.callers && i < m.count; i++) mti_caller_close(&m.callers[i]);
+    b->connections[0].fd = m.up.fd;
+    for (i = 1; m.down && i <= m.children; i++) b->connections[i].fd = m.down[i].fd;
+    free(m.callers);
+    free(m.down);
+    free(m.polled);
+    *absent = m.absent;
     return opened;
 }
 
-/* Connects the ranks of b. listener: this rank's socket, or -1; theirs: the listener of rank 0. Returns 1 when all are
-   connected. The other ranks wait longer than rank 0, so that they learn what it has decided. */
-static int mti_channel_connect(mti_channel *b, int listener, const mti_listener *theirs, double timeout) {
-    double end = mti_now() + (timeout < MTI_CHANNEL_OPENING ? timeout : MTI_CHANNEL_OPENING);
-    if (b->rank == 0) return listener >= 0 && mti_listener_serve(listener, theirs, b, end);
-    if (!theirs->port) return 0;
-    b->connections[0].fd = mti_listener_connect(theirs, b->rank, b->size, end + MTI_CHANNEL_GRACE);
-    return b->connections[0].fd >= 0;
+#define MTI_LISTENER_NO_MEMORY "rank %d has no memory for them"
+
+/* Why no rank can connect, as all ranks know it from the listeners of all; "": nothing is missing. */
+static void mti_listeners_check(const mti_listener *listeners, int size, char *text, size_t bytes) {
+    int r = 0, parents = size > 1 ? mti_rank_parent(size - 1) + 1 : 0;
+    text[0] = '\0';
+    if (listeners[0].lacks == MTI_LACKS_SECRET)
+        snprintf(text, bytes, "rank 0 has no random numbers for a secret: it cannot read /dev/urandom");
+    while (r < parents && listeners[r].port) r++;
+    if (text[0] || r == parents) return;
+    if (listeners[r].lacks == MTI_LACKS_ADDRESS)
+        snprintf(text, bytes, "rank %d has no network interface to listen at; NCCL_SOCKET_IFNAME may exclude all", r);
+    else snprintf(text, bytes, "rank %d cannot listen at its address", r);
 }
 
-/* Connects the ranks of comm, see mti_channel_connect. Where a rank cannot connect, the calls are not compared on any
-   rank, with a warning. */
-static mt_status mti_channel_open(mt_context *ctx, mt_comm *comm, int listener, const mti_listener *theirs) {
+/* Connects the ranks of b, or writes why it cannot. */
+static int mti_channel_meet(mti_channel *b, int fd, const mti_listener *listeners, double timeout, char *text,
+                            size_t bytes) {
+    char where[MTI_LISTENER_TEXT];
+    int absent = -1, parent;
+    mti_listeners_check(listeners, b->size, text, bytes);
+    if (text[0]) return 0;
+    if (mti_channel_connect(b, fd, listeners, timeout < MTI_CHANNEL_OPENING ? timeout : MTI_CHANNEL_OPENING, &absent))
+        return 1;
+    parent = absent > 0 ? mti_rank_parent(absent) : 0;
+    mti_listener_write(&listeners[parent], where);
+    if (absent <= 0) snprintf(text, bytes, MTI_LISTENER_NO_MEMORY, b->rank);
+    else snprintf(text, bytes, "rank %d could not connect to rank %d at %s over TCP", absent, parent, where);
+    return 0;
+}
+
+/* Connects the ranks of comm. fd: of this rank's listener, or -1; listeners: of all ranks, or NULL: no memory. Where a
+   rank cannot connect, the calls are not compared on any rank, with a warning that says why. */
+static mt_status mti_channel_open(mt_context *ctx, mt_comm *comm, int fd, const mti_listener *listeners) {
     mti_channel *b = mti_channel_new(comm->rank, comm->size);
-    char text[160];
+    char why[160], text[256];
     int opened;
     if (!comm->group) comm->group = mti_group_new(comm->size, comm->nccl.timeout, 0);
     if (comm->group) comm->group->references = 1;
-    opened = b && comm->group && mti_channel_connect(b, listener, theirs, comm->nccl.timeout);
+    snprintf(why, sizeof why, MTI_LISTENER_NO_MEMORY, comm->rank);
+    opened = listeners && b && comm->group && mti_channel_meet(b, fd, listeners, comm->nccl.timeout, why, sizeof why);
     if (opened && mti_comparer_join(ctx, b)) {
         comm->nccl.channel = b;
         return MT_SUCCESS;
     }
     mti_channel_free(b);
     if (opened) return mti_refuse(ctx, comm, MT_ERR_SYSTEM, "no thread that compares the calls on \"%s\"", comm->name);
-    snprintf(text, sizeof text,
-             "the calls of the ranks of \"%s\" are not compared: not all of them could connect to rank 0 over TCP",
-             comm->name);
+    snprintf(text, sizeof text, "the calls of the ranks of \"%s\" are not compared: %s", comm->name, why);
     mti_warn(ctx, text);
     return MT_SUCCESS;
 }
@@ -7336,10 +7895,16 @@ static int mti_nccl_member(const mti_member *all, int ranks, int r, int *rank) {
 /* Connects the ranks of comm, a group of the ranks that `all` describes with this color. listener: of this rank */
 static mt_status mti_nccl_connect(mt_context *ctx, mt_comm *comm, int color, const mti_member *all, int ranks,
                                   int listener) {
-    int r = 0, rank;
+    mti_listener *listeners;
+    mt_status status;
+    int r, rank;
     if (ctx->no_nccl_checks) return MT_SUCCESS;
-    while (r < ranks && (all[r].color != color || (mti_nccl_member(all, ranks, r, &rank), rank) != 0)) r++;
-    return mti_channel_open(ctx, comm, listener, &all[r].listener);
+    listeners = (mti_listener *)calloc((size_t)comm->size, sizeof *listeners);
+    for (r = 0; r < ranks && listeners; r++)
+        if (all[r].color == color && mti_nccl_member(all, ranks, r, &rank)) listeners[rank] = all[r].listener;
+    status = mti_channel_open(ctx, comm, listener, listeners);
+    free(listeners);
+    return status;
 }
 
 /* While the ranks create a communicator, NCCL allocates memory, and CUDA may let an allocation in one thread wait for a
@@ -7459,7 +8024,7 @@ MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out) {
     return MT_SUCCESS;
 }
 
-/* Tells the ranks of a new communicator the listener of rank 0, and connects them. Destroys *out on failure. */
+/* Tells the ranks of a new communicator each other's listeners, and connects them. Destroys *out on failure. */
 static mt_status mti_nccl_meet(mt_context *ctx, mt_comm **out) {
     mt_comm *comm = *out;
     mti_member *all;

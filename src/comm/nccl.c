@@ -670,10 +670,16 @@ static int mti_nccl_member(const mti_member *all, int ranks, int r, int *rank) {
 /* Connects the ranks of comm, a group of the ranks that `all` describes with this color. listener: of this rank */
 static mt_status mti_nccl_connect(mt_context *ctx, mt_comm *comm, int color, const mti_member *all, int ranks,
                                   int listener) {
-    int r = 0, rank;
+    mti_listener *listeners;
+    mt_status status;
+    int r, rank;
     if (ctx->no_nccl_checks) return MT_SUCCESS;
-    while (r < ranks && (all[r].color != color || (mti_nccl_member(all, ranks, r, &rank), rank) != 0)) r++;
-    return mti_channel_open(ctx, comm, listener, &all[r].listener);
+    listeners = (mti_listener *)calloc((size_t)comm->size, sizeof *listeners);
+    for (r = 0; r < ranks && listeners; r++)
+        if (all[r].color == color && mti_nccl_member(all, ranks, r, &rank)) listeners[rank] = all[r].listener;
+    status = mti_channel_open(ctx, comm, listener, listeners);
+    free(listeners);
+    return status;
 }
 
 /* While the ranks create a communicator, NCCL allocates memory, and CUDA may let an allocation in one thread wait for a
@@ -793,7 +799,7 @@ MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out) {
     return MT_SUCCESS;
 }
 
-/* Tells the ranks of a new communicator the listener of rank 0, and connects them. Destroys *out on failure. */
+/* Tells the ranks of a new communicator each other's listeners, and connects them. Destroys *out on failure. */
 static mt_status mti_nccl_meet(mt_context *ctx, mt_comm **out) {
     mt_comm *comm = *out;
     mti_member *all;

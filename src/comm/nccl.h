@@ -12,12 +12,13 @@
    that waits for the stream (such as mt_context_synchronize), at most timeout_s after this call has begun to wait.
 
    NCCL does not compare the calls of ranks, so the library does, unless mt_context_desc.no_nccl_checks is set. The
-   ranks tell rank 0 of the communicator their calls over TCP, behind the calls, which do not wait for it. When calls
-   differ, or a rank has left whose call is missing, every rank gets MT_ERR_MISMATCH or MT_ERR_PEER, usually a few
+   ranks tell rank 0 of the communicator their calls over TCP, in large groups through other ranks, behind the calls,
+   which do not wait for it. They listen at the interface that NCCL_SOCKET_IFNAME and NCCL_SOCKET_FAMILY select. When
+   calls differ, or a rank has left whose call is missing, every rank gets MT_ERR_MISMATCH or MT_ERR_PEER, usually a few
    milliseconds later: from its next call on the communicator, or from the call that waits for the stream. Until then
    results may be wrong, and calls that differ just before mt_comm_destroy may pass without an error. The calls that a
-   graph records are compared while they are recorded. When the ranks cannot connect, or have no memory
-   for the calls, there is a warning, and calls that differ time out or give undefined results. See docs/gpus.md.
+   graph records are compared while they are recorded. When the ranks cannot connect, or have no memory for the calls,
+   every rank logs a warning with the reason, and calls that differ time out or give undefined results.
 
    The library's own NCCL communicators are blocking, so NCCL starts no thread for a collective. A call may wait for
    peers inside NCCL, for example while NCCL connects the ranks in the first calls. A context with such communicators

@@ -15,37 +15,48 @@ static int mti_thread_start(pthread_t *thread, void *(*run)(void *), void *argum
     return error;
 }
 
-/* NCCL does not compare calls, so each communicator has a channel. Every rank has a TCP connection to rank 0. A call
-   appends a message to the queue of its rank and goes on. A thread of the context, the comparer, sends the messages to
-   rank 0, whose comparer compares the n-th collectives of all ranks, and the n-th send from a rank to another one with
-   the n-th receive. When calls differ, or when a rank has left before a call of the others, it sends the result to all
-   ranks, with the calls of all. A rank finds the result in its next call and while it waits for the stream, and writes
-   the sentence that threads write (threads.c). A rank whose wait has lasted for the timeout asks who is missing.
+/* NCCL does not compare calls, so each communicator has a channel. The ranks are a tree: each one has a TCP connection
+   to its parent, and to at most MTI_CHANNEL_CHILDREN children. A call appends a message to the queue of its rank and
+   goes on. A thread of the context, the comparer (nccl_comparer.c), sends the messages to the parent, which passes them
+   on to its own, up to rank 0. The comparer of rank 0 compares the n-th collectives of all ranks, and the n-th send
+   from a rank to another one with the n-th receive. When calls differ, or when a rank has left before a call of the
+   others, it sends the result down the tree to all ranks, with the calls of all. A rank finds the result in its next
+   call and while it waits for the stream, and writes the sentence that threads write (threads.c). A rank whose wait has
+   lasted for the timeout asks who is missing.
 
-   During the creation of a communicator every rank opens a listener, a listening socket, and an all_gather over NCCL
-   tells the ranks its addresses. All fields of a channel are guarded by the mutex of the comparer, except those of a
-   result, which do not change after `decided` is set, and those of the end, which do not change after `ended` is set.
+   The rank's own thread only appends to the queue, under a mutex that the comparer holds for an exchange of two buffers
+   and never while it sends, reads or compares. Everything else in a channel belongs to the comparer, except a result
+   after `decided` is set, and the end after `ended` is set, which do not change.
 
-   What arrives over a connection is checked before it is used: a message that no rank sends ends the connection. All
-   buffers have a limit. When there is no memory, or a rank is too far ahead, the comparison ends on all ranks, with a
-   warning: calls that differ then time out or have undefined results, as with no_nccl_checks. */
+   What arrives over a connection is checked before it is used: a message that no rank sends, or that is about a rank
+   which is not behind this connection, ends the connection. All buffers have a limit. When there is no memory, a rank
+   is too far ahead, or a rank has left over which the messages went, the comparison ends, with a warning on each rank:
+   calls that differ then time out or have undefined results, as with no_nccl_checks. */
 
-#define MTI_CHANNEL_TICK 2     /* milliseconds: the comparer sends the messages of this time together */
-#define MTI_CHANNEL_GRACE 1.0  /* seconds for messages that are on their way: of other ranks, or of one that is gone */
-#define MTI_CHANNEL_ANSWER 0.5 /* seconds that a rank waits for the answer who is missing */
-#define MTI_CHANNEL_OPENING 10.0 /* seconds in which all ranks must connect to rank 0 */
+#define MTI_CHANNEL_CHILDREN 32 /* most children of a rank; in a group of at most 33 all ranks are children of rank 0 */
+#define MTI_CHANNEL_TICK 2      /* milliseconds: the comparer sends the messages of this time together */
+#define MTI_CHANNEL_GRACE 1.0   /* seconds for messages that are on their way: of other ranks, or of one that is gone */
+#define MTI_CHANNEL_ANSWER 0.5  /* seconds that a rank waits for the answer who is missing */
+#define MTI_CHANNEL_OPENING 10.0 /* seconds in which all ranks must connect to their parents */
 #define MTI_CHANNEL_AHEAD 262144 /* calls by which a rank may be ahead of another one, or of the network */
 #define MTI_CHANNEL_PART 16384   /* bytes that are read from a connection before they are looked at */
 
 typedef enum mti_message_kind {
-    MTI_MESSAGE_HELLO, /* `what`: the listener's token */
-    MTI_MESSAGE_OPEN,  /* all ranks are connected; `what`: the token */
+    /* how ranks connect (nccl_listeners.c); `what` and `count`: random numbers */
+    MTI_MESSAGE_HELLO,     /* of a child */
+    MTI_MESSAGE_CHALLENGE, /* of the parent; recvcount: its proof */
+    MTI_MESSAGE_PROOF,     /* of the child; recvcount: its proof */
+    MTI_MESSAGE_READY,     /* of the child: all ranks below it are connected */
+    MTI_MESSAGE_OPEN,      /* of the parent: all ranks are connected */
+    MTI_MESSAGE_ABSENT,    /* instead of either: rank: that could not connect to its parent */
+    /* to the parent; rank: whose message it is */
     MTI_MESSAGE_CALL,
     MTI_MESSAGE_LATE,   /* the rank has waited for the timeout */
     MTI_MESSAGE_FAILED, /* text: a sentence */
-    MTI_MESSAGE_LEFT,   /* text: why; of rank 0: `count` is the number of its collectives */
-    MTI_MESSAGE_RESULT, /* `what`: mti_why; rank, and recvcount - 1: the ranks that it is about, or -1; text: the calls
-                           of all ranks, and a sentence */
+    /* to the parent, or to the children of the rank and all below them */
+    MTI_MESSAGE_LEFT,   /* text: why; `what`: 1: without a farewell; to children: `count`: number of its collectives */
+    MTI_MESSAGE_RESULT, /* to the children; `what`: mti_why; rank, and recvcount - 1: the ranks that it is about, or -1;
+                           text: the calls of all ranks, and a sentence */
     MTI_MESSAGE_END /* the calls are no longer compared; rank: that has ended the comparison; `what`: mti_end_reason */
 } mti_message_kind;
 
@@ -59,7 +70,7 @@ typedef struct mti_message {
 
 typedef enum mti_why { MTI_WHY_DIFFERS, MTI_WHY_UNLIKE, MTI_WHY_LATE, MTI_WHY_LEFT, MTI_WHY_FAILED } mti_why;
 
-typedef enum mti_end_reason { MTI_END_MEMORY, MTI_END_AHEAD } mti_end_reason;
+typedef enum mti_end_reason { MTI_END_MEMORY, MTI_END_AHEAD, MTI_END_LEFT } mti_end_reason;
 
 typedef struct mti_said {
     uint64_t what, count, recvcount, inside; /* as in mti_slot */
@@ -91,12 +102,19 @@ typedef struct mti_connection {
 } mti_connection;
 
 typedef struct mti_channel {
-    struct mti_channel *next; /* in the list of the comparer */
+    struct mti_channel *next; /* in a list of the comparer */
     struct mti_comparer *comparer;
     int rank, size;
+    /* guarded by the mutex of the comparer */
     mti_bytes queue; /* messages of this rank that the comparer has not taken yet */
-    /* rank 0: one to each rank, the first one unused; other ranks: only the first one, to rank 0 */
-    mti_connection *connections;
+    int overflow;    /* 1 + mti_end_reason: a message had no room; 0: all had */
+    int leaves;      /* 1: the rank waits for the comparer to let go of the channel */
+    int let_go;      /* 1: the comparer has let go of it */
+    /* the rest belongs to the comparer */
+    mti_bytes taken;             /* messages of this rank, taken from the queue */
+    int overflowed, closing;     /* copies of `overflow` and `leaves` of the same time */
+    double closes_at;            /* when the channel is let go at the latest, by mti_now; 0: not yet */
+    mti_connection *connections; /* the first one: to the parent, unused at rank 0; then one to each child */
     int connection_count;
     int decided; /* atomic; 1: there is a result */
     mti_message result;
@@ -104,7 +122,7 @@ typedef struct mti_channel {
     int ended;                    /* atomic; 1: the calls are no longer compared */
     mti_message end;              /* why */
     int end_is_sent, end_is_told; /* to the other ranks; to the program */
-    /* per rank; only rank 0 knows those of the others */
+    /* per rank; only rank 0 knows those of all others */
     mti_said *last;     /* the last call */
     uint64_t *number;   /* number of collectives */
     mti_bytes *reasons; /* why the rank has left; empty: it has not left */
@@ -121,18 +139,31 @@ typedef struct mti_channel {
     double odd_at;
 } mti_channel;
 
-/* Belongs to the channels of one context. */
-typedef struct mti_comparer {
-    pthread_mutex_t mutex;
-    pthread_t thread;
-    int users, ends;
-    mti_channel *channels;
-    int changed; /* 1: a channel has been added or removed while the thread was in poll */
-    int sleeps;  /* 1: the thread is in poll until something happens */
-    int bell[2]; /* a pipe that wakes the thread */
-    struct pollfd *polled;
-    int polled_room;
-} mti_comparer;
+/* -- the tree -- */
+
+static int mti_rank_parent(int rank) { return (rank - 1) / MTI_CHANNEL_CHILDREN; }
+
+static int mti_rank_depth(int rank) {
+    int depth = 0;
+    for (; rank > 0; rank = mti_rank_parent(rank)) depth++;
+    return depth;
+}
+
+static int mti_channel_child(const mti_channel *b, int line) { return MTI_CHANNEL_CHILDREN * b->rank + line; }
+
+/* The connection over which a child sends the messages of `rank`; 0: rank is not below this one. */
+static int mti_channel_line(const mti_channel *b, int rank) {
+    while (rank > b->rank && mti_rank_parent(rank) != b->rank) rank = mti_rank_parent(rank);
+    return rank > b->rank ? rank - MTI_CHANNEL_CHILDREN * b->rank : 0;
+}
+
+static int mti_channel_is_below(const mti_channel *b, int rank) {
+    int r = b->rank;
+    while (r > rank) r = mti_rank_parent(r);
+    return r == rank && rank != b->rank;
+}
+
+/* -- bytes and messages -- */
 
 static size_t mti_bytes_size(const mti_bytes *b) { return b->end - b->first; }
 static const char *mti_bytes_front(const mti_bytes *b) { return b->data + b->first; }
@@ -207,15 +238,20 @@ static mti_said mti_said_of(const mti_message *message) {
 static int mti_message_is_valid(const mti_message *m, int size) {
     size_t calls = (size_t)size * sizeof(mti_said);
     mti_said said = mti_said_of(m);
-    if (m->rank < -1 || m->rank >= size) return 0;
+    if (m->rank < -1 || m->rank >= size || (m->rank < 0 && m->kind != MTI_MESSAGE_RESULT)) return 0;
     switch (m->kind) {
     case MTI_MESSAGE_HELLO:
+    case MTI_MESSAGE_CHALLENGE:
+    case MTI_MESSAGE_PROOF:
+    case MTI_MESSAGE_READY:
     case MTI_MESSAGE_OPEN:
+    case MTI_MESSAGE_ABSENT:
     case MTI_MESSAGE_LATE: return m->bytes == 0;
     case MTI_MESSAGE_CALL: return m->bytes == 0 && mti_said_is_valid(&said);
-    case MTI_MESSAGE_END: return m->bytes == 0 && m->rank >= 0 && m->what <= MTI_END_AHEAD;
+    case MTI_MESSAGE_END: return m->bytes == 0 && m->what <= MTI_END_LEFT;
     case MTI_MESSAGE_FAILED:
-    case MTI_MESSAGE_LEFT: return m->bytes >= 2 && m->bytes <= MTI_MESSAGE_TEXT;
+    case MTI_MESSAGE_LEFT:
+        return m->bytes >= 2 && m->bytes <= MTI_MESSAGE_TEXT && (m->kind == MTI_MESSAGE_FAILED || m->what <= 1);
     case MTI_MESSAGE_RESULT:
         if (m->bytes < calls + 1 || m->bytes > calls + MTI_MESSAGE_TEXT || m->recvcount > (uint64_t)size) return 0;
         if (m->what == MTI_WHY_UNLIKE) return m->rank >= 0 && m->recvcount >= 1;
@@ -295,7 +331,7 @@ static void mti_channel_end(mti_channel *b, int rank, mti_end_reason why) {
     b->end.kind = MTI_MESSAGE_END;
     b->end.rank = rank;
     b->end.what = (uint64_t)why;
-    mti_bytes_free(&b->queue);
+    mti_bytes_free(&b->taken);
     free(b->rounds);
     b->rounds = NULL;
     b->room = 0;
@@ -321,14 +357,18 @@ static void mti_channel_send(mti_channel *b, mti_connection *connection, const m
     else if (!mti_message_add(&connection->out, message, text)) mti_channel_end(b, b->rank, MTI_END_MEMORY);
 }
 
+static void mti_channel_send_down(mti_channel *b, const mti_message *message, const char *text) {
+    int i;
+    for (i = 1; i < b->connection_count; i++) mti_channel_send(b, &b->connections[i], message, text);
+}
+
 /* -- results -- */
 
-/* Stores the result, and at rank 0 sends it to all ranks. Only the first one counts. calls: the calls of all ranks;
-   rank, peer: the ranks that it is about, or -1. b->shown has the room since the creation of the channel. */
+/* Stores the result, and sends it to all ranks below this one. Only the first one counts. calls: the calls of all
+   ranks; rank, peer: the ranks that it is about, or -1. b->shown has the room since the creation of the channel. */
 static void mti_channel_decide(mti_channel *b, mti_why why, int rank, int peer, const mti_said *calls,
                                const char *text) {
     size_t bytes = (size_t)b->size * sizeof *calls, length = strlen(text);
-    int i;
     if (b->decided || b->ended) return;
     if (length >= MTI_MESSAGE_TEXT) length = MTI_MESSAGE_TEXT - 1;
     memset(&b->result, 0, sizeof b->result);
@@ -340,8 +380,7 @@ static void mti_channel_decide(mti_channel *b, mti_why why, int rank, int peer, 
     mti_bytes_put(&b->shown, text, length);
     mti_bytes_put(&b->shown, "", 1);
     b->result.bytes = mti_bytes_size(&b->shown);
-    for (i = 0; i < b->connection_count && b->rank == 0; i++)
-        mti_channel_send(b, &b->connections[i], &b->result, b->shown.data);
+    mti_channel_send_down(b, &b->result, b->shown.data);
     __atomic_store_n(&b->decided, 1, __ATOMIC_RELEASE);
 }
 
@@ -355,6 +394,13 @@ static void mti_channel_decide_left(mti_channel *b, int rank) {
 }
 
 static int mti_channel_has_left(const mti_channel *b, int rank) { return mti_bytes_size(&b->reasons[rank]) > 0; }
+
+/* A rank over which the messages of `rank` went to rank 0, or to this one, and that has left; -1: none has. */
+static int mti_channel_left_above(const mti_channel *b, int rank) {
+    while (rank > 0 && (rank = mti_rank_parent(rank)) != b->rank)
+        if (mti_channel_has_left(b, rank)) return rank;
+    return -1;
+}
 
 /* Writes the error of a result, and returns its status; MT_SUCCESS: there is no result. */
 static mt_status mti_channel_error(const mt_comm *comm, mti_text *text) {
@@ -470,13 +516,14 @@ static void mti_pair_match(mti_channel *b, mti_pair *p, const mti_said *said, in
 /* Compares a send or a receive with its other half, or keeps it until the other half comes. */
 static void mti_channel_half(mti_channel *b, int from, int to, int sends, const mti_said *said) {
     mti_pair *p = mti_channel_pair(b, from, to);
-    int peer = sends ? to : from;
+    int peer = sends ? to : from, left = mti_channel_left_above(b, peer);
     if (p && mti_bytes_size(&p->waiting) && p->sends != sends) {
         mti_pair_match(b, p, said, sends);
         return;
     }
     if (mti_channel_has_left(b, peer)) mti_channel_decide_left(b, peer);
-    if (b->waiting >= MTI_CHANNEL_AHEAD) mti_channel_end(b, b->rank, MTI_END_AHEAD);
+    if (left >= 0 && !b->gone_at) mti_channel_end(b, left, MTI_END_LEFT);
+    else if (b->waiting >= MTI_CHANNEL_AHEAD) mti_channel_end(b, b->rank, MTI_END_AHEAD);
     else if (!p || !mti_bytes_add(&p->waiting, said, sizeof *said)) mti_channel_end(b, b->rank, MTI_END_MEMORY);
     else {
         p->sends = sends;
@@ -530,34 +577,55 @@ static void mti_channel_late(mti_channel *b, int rank) {
     if (peer >= 0 || missing) mti_channel_decide(b, MTI_WHY_LATE, rank, peer, b->last, "");
 }
 
-/* A connection has ended without a farewell: the process of the rank has probably ended. */
-static void mti_channel_lost(mti_channel *b, int rank) {
-    static const char reason[] = "is gone: its process has ended, or its connection is lost";
+static const char mti_is_gone[] = "is gone: its process has ended, or its connection is lost";
+
+/* A connection of the rank has ended without a farewell: its process has probably ended. */
+static void mti_channel_gone(mti_channel *b, int rank) {
     if (mti_channel_has_left(b, rank) || b->ended) return;
-    mti_channel_leave(b, rank, reason, sizeof reason);
+    mti_channel_leave(b, rank, mti_is_gone, sizeof mti_is_gone);
     b->gone = rank;
     b->gone_at = mti_now();
 }
 
-/* Takes a valid message of a rank at rank 0. Returns 0 when no rank sends it to rank 0. */
-static int mti_channel_take(mti_channel *b, int rank, const mti_message *message, const char *text) {
+/* Takes a valid message of a rank at rank 0. Returns 0 when no rank sends it. */
+static int mti_channel_compare(mti_channel *b, const mti_message *message, const char *text) {
     mti_said said = mti_said_of(message);
+    int rank = message->rank;
     switch (message->kind) {
     case MTI_MESSAGE_CALL: mti_channel_call(b, rank, &said); return 1;
     case MTI_MESSAGE_LATE: mti_channel_late(b, rank); return 1;
-    case MTI_MESSAGE_LEFT: mti_channel_leave(b, rank, text, (size_t)message->bytes); return 1;
+    case MTI_MESSAGE_LEFT:
+        if (message->what) mti_channel_gone(b, rank);
+        else mti_channel_leave(b, rank, text, (size_t)message->bytes);
+        return 1;
     case MTI_MESSAGE_FAILED: mti_channel_decide(b, MTI_WHY_FAILED, -1, -1, b->last, text); return 1;
     case MTI_MESSAGE_END: mti_channel_end(b, rank, (mti_end_reason)message->what); return 1;
     default: return 0;
     }
 }
 
-/* -- the comparison, at the other ranks -- */
+/* -- the other ranks -- */
 
-/* Takes a valid message of rank 0. Returns 0 when rank 0 does not send it. */
-static int mti_channel_take_result(mti_channel *b, const mti_message *message, const char *text) {
+/* Passes a valid message of a rank below this one on to the parent. Returns 0 when no rank sends it there. */
+static int mti_channel_relay(mti_channel *b, const mti_message *message, const char *text) {
+    if (message->kind == MTI_MESSAGE_LEFT && mti_rank_parent(message->rank) == b->rank)
+        mti_channel_leave(b, message->rank, text, (size_t)message->bytes); /* the end of its connection is no news */
+    switch (message->kind) {
+    case MTI_MESSAGE_CALL:
+    case MTI_MESSAGE_LATE:
+    case MTI_MESSAGE_LEFT:
+    case MTI_MESSAGE_FAILED: mti_channel_send(b, b->connections, message, text); return 1;
+    case MTI_MESSAGE_END: mti_channel_end(b, message->rank, (mti_end_reason)message->what); return 1;
+    default: return 0;
+    }
+}
+
+/* Takes a valid message of the parent, and passes it on. Returns 0 when no parent sends it. */
+static int mti_channel_take_down(mti_channel *b, const mti_message *message, const char *text) {
+    int rank = message->rank;
     switch (message->kind) {
     case MTI_MESSAGE_RESULT:
+        mti_channel_send_down(b, message, text);
         if (b->decided) return 1;
         b->result = *message;
         mti_bytes_put(&b->shown, text,
@@ -565,362 +633,48 @@ static int mti_channel_take_result(mti_channel *b, const mti_message *message, c
         __atomic_store_n(&b->decided, 1, __ATOMIC_RELEASE);
         return 1;
     case MTI_MESSAGE_LEFT:
-        b->number[0] = message->count;
-        mti_channel_leave(b, 0, text, (size_t)message->bytes);
-        if (b->number[b->rank] > b->number[0]) mti_channel_decide_left(b, 0);
+        if (!mti_channel_is_below(b, rank)) return 0;
+        mti_channel_send_down(b, message, text);
+        b->number[rank] = message->count;
+        mti_channel_leave(b, rank, text, (size_t)message->bytes);
+        if (b->number[b->rank] > b->number[rank]) mti_channel_decide_left(b, rank);
         return 1;
-    case MTI_MESSAGE_END: mti_channel_end(b, message->rank, (mti_end_reason)message->what); return 1;
+    case MTI_MESSAGE_END: mti_channel_end(b, rank, (mti_end_reason)message->what); return 1;
     default: return 0;
     }
 }
 
-/* Sends a message of this rank to rank 0. Behind the farewell of rank 0 a collective is an error. */
+/* Sends a message of this rank to the parent. Where a rank has left over which it would go to rank 0, a collective
+   behind the last one of that rank is an error, and a send or a receive can no longer be compared. */
 static void mti_channel_pass(mti_channel *b, const mti_message *message, const char *text) {
-    int kind = (int)(message->what & 255) - 1;
+    int kind = (int)(message->what & 255) - 1, left = b->gone_at > 0 ? -1 : mti_channel_left_above(b, b->rank);
     mti_channel_send(b, b->connections, message, text);
+    if (message->kind == MTI_MESSAGE_LEFT) mti_channel_leave(b, b->rank, text, (size_t)message->bytes);
     if (message->kind != MTI_MESSAGE_CALL) return;
     b->last[b->rank] = mti_said_of(message);
-    if (kind == MT_SEND || kind == MT_RECV || kind == MTI_SEND_RECV) return;
+    if (kind == MT_SEND || kind == MT_RECV || kind == MTI_SEND_RECV) {
+        if (left >= 0 && !b->decided) mti_channel_end(b, left, MTI_END_LEFT);
+        return;
+    }
     b->number[b->rank]++;
-    if (mti_channel_has_left(b, 0) && !b->gone_at && b->number[b->rank] > b->number[0]) mti_channel_decide_left(b, 0);
+    if (left >= 0 && b->number[b->rank] > b->number[left]) mti_channel_decide_left(b, left);
 }
 
-/* -- the comparer -- */
-
-/* Takes the messages that have arrived in a connection. rank: the rank at its other end */
-static void mti_channel_take_all(mti_channel *b, mti_connection *connection, int rank) {
+/* A connection has ended. Without a farewell of the rank at its other end, that rank is gone. */
+static void mti_channel_lost(mti_channel *b, int line) {
+    int rank = line ? mti_channel_child(b, line) : mti_rank_parent(b->rank);
     mti_message message;
-    const char *text = NULL;
-    mti_parsed parsed = MTI_PARSED;
-    while (!b->ended && (parsed = mti_message_parse(&connection->in, b->size, &message, &text)) == MTI_PARSED) {
-        int known =
-            b->rank == 0 ? mti_channel_take(b, rank, &message, text) : mti_channel_take_result(b, &message, text);
-        mti_bytes_drop(&connection->in, sizeof message + (size_t)message.bytes);
-        if (!known) parsed = MTI_MALFORMED;
-        if (!known) break;
+    if (!line || b->rank == 0) {
+        mti_channel_gone(b, rank);
+        return;
     }
-    if (parsed == MTI_MALFORMED) connection->lost = 1;
-    if (b->ended) mti_bytes_drop(&connection->in, mti_bytes_size(&connection->in));
-}
-
-/* Reads from a connection, and takes the messages. After the end of a comparison it only waits for the connection's
-   end. Returns 1 when there may be more to read. */
-static int mti_channel_read(mti_channel *b, mti_connection *connection, int rank) {
-    int bytes = mti_connection_read(connection);
-    if (bytes < 0) mti_channel_end(b, b->rank, MTI_END_MEMORY);
-    mti_channel_take_all(b, connection, rank);
-    return bytes > 0 && !connection->lost;
-}
-
-/* Takes the messages of this rank. */
-static void mti_channel_empty(mti_channel *b) {
-    mti_message message;
-    const char *text = NULL;
-    while (!b->ended && mti_message_parse(&b->queue, b->size, &message, &text) == MTI_PARSED) {
-        if (b->rank == 0) mti_channel_take(b, 0, &message, text);
-        else mti_channel_pass(b, &message, text);
-        if (!b->ended) mti_bytes_drop(&b->queue, sizeof message + (size_t)message.bytes); /* the end has freed it */
-    }
-}
-
-/* Takes the messages of this rank, sends what there is to send, and ends lost connections. Returns 1 when the comparer
-   must look again soon. */
-static int mti_channel_work(mti_channel *b) {
-    int i, soon = mti_bytes_size(&b->queue) > 0;
-    mti_channel_empty(b);
-    if (b->odd && !b->decided && mti_now() > b->odd_at + MTI_CHANNEL_GRACE)
-        mti_channel_decide(b, MTI_WHY_DIFFERS, -1, -1, b->odd_calls, "");
-    if (b->gone_at > 0 && !b->decided && mti_now() > b->gone_at + MTI_CHANNEL_GRACE)
-        mti_channel_decide_left(b, b->gone);
-    mti_channel_send_end(b);
-    for (i = 0; i < b->connection_count; i++) {
-        mti_connection_flush(&b->connections[i]);
-        if (!b->connections[i].lost) continue;
-        b->connections[i].lost = 0;
-        mti_connection_close(&b->connections[i]);
-        mti_channel_lost(b, b->rank == 0 ? i : 0);
-        soon = 1;
-    }
-    if (b->ended) return !b->end_is_sent;
-    return soon || ((b->odd || b->gone_at > 0) && !b->decided);
-}
-
-static void mti_channel_free(mti_channel *b) {
-    int i;
-    if (!b) return;
-    for (i = 0; b->connections && i < b->connection_count; i++) mti_connection_close(&b->connections[i]);
-    for (i = 0; b->reasons && i < b->size; i++) mti_bytes_free(&b->reasons[i]);
-    for (i = 0; b->pairs && i < b->size; i++)
-        while (b->pairs[i]) {
-            mti_pair *next = b->pairs[i]->next;
-            mti_bytes_free(&b->pairs[i]->waiting);
-            free(b->pairs[i]);
-            b->pairs[i] = next;
-        }
-    mti_bytes_free(&b->queue);
-    mti_bytes_free(&b->shown);
-    free(b->connections);
-    free(b->last);
-    free(b->number);
-    free(b->reasons);
-    free(b->rounds);
-    free(b->pairs);
-    free(b->odd_calls);
-    free(b);
-}
-
-/* Allocates the arrays of a channel, and the memory that must not be missing later. Returns 0 when there is none. */
-static int mti_channel_fill(mti_channel *b) {
-    size_t n = (size_t)b->size;
-    int i;
-    b->connections = (mti_connection *)calloc((size_t)b->connection_count, sizeof *b->connections);
-    for (i = 0; b->connections && i < b->connection_count; i++) b->connections[i].fd = -1;
-    for (i = 0; b->connections && i < b->connection_count; i++)
-        if (!mti_bytes_reserve(&b->connections[i].out, 0)) return 0;
-    b->last = (mti_said *)calloc(n, sizeof *b->last);
-    b->odd_calls = (mti_said *)calloc(n, sizeof *b->odd_calls);
-    b->number = (uint64_t *)calloc(n, sizeof *b->number);
-    b->reasons = (mti_bytes *)calloc(n, sizeof *b->reasons);
-    b->pairs = (mti_pair **)calloc(n, sizeof *b->pairs);
-    return b->connections && b->last && b->odd_calls && b->number && b->reasons && b->pairs &&
-           mti_bytes_reserve(&b->shown, n * sizeof(mti_said) + MTI_MESSAGE_TEXT);
-}
-
-/* NULL: out of memory. */
-static mti_channel *mti_channel_new(int rank, int size) {
-    mti_channel *b = (mti_channel *)calloc(1, sizeof *b);
-    if (!b) return NULL;
-    b->rank = rank;
-    b->size = size;
-    b->connection_count = rank == 0 ? size : 1;
-    if (mti_channel_fill(b)) return b;
-    mti_channel_free(b);
-    return NULL;
-}
-
-/* Lists the sockets to poll, the bell first. Returns their number; 0: no memory */
-static int mti_comparer_list(mti_comparer *c) {
-    int count = 1, n = 0, i;
-    mti_channel *b;
-    for (b = c->channels; b; b = b->next) count += b->connection_count;
-    if (count > c->polled_room) {
-        struct pollfd *polled = (struct pollfd *)realloc(c->polled, (size_t)count * sizeof *polled);
-        if (!polled) return 0;
-        c->polled = polled;
-        c->polled_room = count;
-    }
-    memset(c->polled, 0, (size_t)count * sizeof *c->polled);
-    c->polled[n].fd = c->bell[0];
-    c->polled[n++].events = POLLIN;
-    for (b = c->channels; b; b = b->next)
-        for (i = 0; i < b->connection_count; i++, n++) { /* poll ignores a negative fd */
-            c->polled[n].fd = b->connections[i].fd;
-            c->polled[n].events = (short)(POLLIN | (mti_bytes_size(&b->connections[i].out) ? POLLOUT : 0));
-        }
-    return n;
-}
-
-static void *mti_comparer_run(void *argument) {
-    mti_comparer *c = (mti_comparer *)argument;
-    mti_channel *b;
-    char rung[64];
-    pthread_mutex_lock(&c->mutex);
-    while (!c->ends) {
-        int soon = 0, n, i;
-        for (b = c->channels; b; b = b->next) soon |= mti_channel_work(b);
-        n = mti_comparer_list(c);
-        c->changed = 0;
-        c->sleeps = !soon;
-        pthread_mutex_unlock(&c->mutex);
-        poll(c->polled, (nfds_t)n, soon || !n ? MTI_CHANNEL_TICK : -1);
-        pthread_mutex_lock(&c->mutex);
-        c->sleeps = 0;
-        if (n && c->polled[0].revents && read(c->bell[0], rung, sizeof rung) < 0) continue;
-        if (c->changed || !n) continue;
-        for (b = c->channels, n = 1; b; b = b->next)
-            for (i = 0; i < b->connection_count; i++, n++)
-                if (c->polled[n].revents) mti_channel_read(b, &b->connections[i], i);
-    }
-    pthread_mutex_unlock(&c->mutex);
-    return NULL;
-}
-
-/* Wakes the thread. The caller holds the mutex. */
-static void mti_comparer_ring(mti_comparer *c) {
-    if (write(c->bell[1], "", 1) == 1) c->sleeps = 0;
-}
-
-static void mti_socket_set(int fd) {
-    int on = 1;
-    fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
-    fcntl(fd, F_SETFD, FD_CLOEXEC);
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on); /* fails on a pipe, which needs none */
-}
-
-static mti_comparer *mti_comparer_new(void) {
-    mti_comparer *c = (mti_comparer *)calloc(1, sizeof *c);
-    if (!c) return NULL;
-    if (pipe(c->bell) == 0) {
-        mti_socket_set(c->bell[0]);
-        mti_socket_set(c->bell[1]);
-        if (pthread_mutex_init(&c->mutex, NULL) == 0) {
-            if (mti_thread_start(&c->thread, mti_comparer_run, c) == 0) return c;
-            pthread_mutex_destroy(&c->mutex);
-        }
-        close(c->bell[0]);
-        close(c->bell[1]);
-    }
-    free(c);
-    return NULL;
-}
-
-/* The last channel ends the thread. */
-static void mti_comparer_leave(mti_comparer *c) {
-    if (--c->users > 0) return;
-    pthread_mutex_lock(&c->mutex);
-    c->ends = 1;
-    mti_comparer_ring(c);
-    pthread_mutex_unlock(&c->mutex);
-    pthread_join(c->thread, NULL);
-    pthread_mutex_destroy(&c->mutex);
-    close(c->bell[0]);
-    close(c->bell[1]);
-    free(c->polled);
-    free(c);
-}
-
-/* Hands the channel to the comparer of the context, which the first one starts. Returns 0 on failure. */
-static int mti_comparer_join(mt_context *ctx, mti_channel *b) {
-    mt_comm *other = ctx->nccl;
-    mti_comparer *c;
-    while (other && !other->nccl.channel) other = other->nccl.next;
-    c = other ? other->nccl.channel->comparer : mti_comparer_new();
-    if (!c) return 0;
-    b->comparer = c;
-    pthread_mutex_lock(&c->mutex);
-    c->users++;
-    b->next = c->channels;
-    c->channels = b;
-    c->changed = 1;
-    mti_comparer_ring(c);
-    pthread_mutex_unlock(&c->mutex);
-    return 1;
-}
-
-/* -- what the thread of the rank does -- */
-
-/* Warns also a program without a logger, which would not learn otherwise that an error may not be found. */
-static void mti_warn(mt_context *ctx, const char *text) {
-    if (ctx && !ctx->logger.log) fprintf(stderr, "%s\n", text);
-    mt_log(ctx, MT_LOG_WARNING, text);
-}
-
-/* Says once that the comparison has ended. */
-static void mti_channel_warn(mt_comm *comm) {
-    mti_channel *b = comm->nccl.channel;
-    char text[192];
-    if (!mti_channel_is_ended(b) || b->end_is_told) return;
-    b->end_is_told = 1;
-    snprintf(text, sizeof text, "the calls of the ranks of \"%s\" are no longer compared: rank %d %s", comm->name,
-             (int)b->end.rank,
-             b->end.what == MTI_END_MEMORY ? "has no memory for them" : "has seen calls that are too far ahead");
-    mti_warn(comm->nccl.home, text);
-}
-
-/* Appends a message to the queue, or ends the comparison. call: NULL for other messages than MTI_MESSAGE_CALL */
-static void mti_channel_append(mt_comm *comm, mti_message_kind kind, const mti_call *call, const char *text) {
-    mti_channel *b = comm->nccl.channel;
-    mti_slot slot;
-    mti_message message;
-    if (!b) return;
-    mti_channel_warn(comm);
-    memset(&message, 0, sizeof message);
-    message.kind = (int32_t)kind;
-    message.rank = comm->rank;
-    message.bytes = text ? strlen(text) + 1 : 0;
-    if (call) {
-        mti_slot_write(&slot, call);
-        message.what = slot.what;
-        message.count = slot.count;
-        message.recvcount = slot.recvcount;
-    }
-    pthread_mutex_lock(&b->comparer->mutex);
-    if (mti_bytes_size(&b->queue) > MTI_CHANNEL_AHEAD * sizeof message) mti_channel_end(b, b->rank, MTI_END_AHEAD);
-    else if (!b->ended && !mti_message_add(&b->queue, &message, text)) mti_channel_end(b, b->rank, MTI_END_MEMORY);
-    if (b->comparer->sleeps) mti_comparer_ring(b->comparer);
-    pthread_mutex_unlock(&b->comparer->mutex);
-}
-
-/* Asks which ranks are missing, and waits for the answer. */
-static void mti_channel_find_missing(mt_comm *comm) {
-    double start = mti_now();
-    mti_channel *b = comm->nccl.channel;
-    if (!b || mti_channel_is_decided(b)) return;
-    mti_channel_append(comm, MTI_MESSAGE_LATE, NULL, NULL);
-    while (!mti_channel_is_decided(b) && !mti_channel_is_ended(b) && mti_now() < start + MTI_CHANNEL_ANSWER)
-        mti_rest(1, 0);
-}
-
-/* Tells the other ranks that comm has failed here. Where a result is the cause, they know. */
-static void mti_channel_fail(mt_comm *comm, mt_status status, const char *why) {
-    mti_text text;
-    if (!comm->nccl.channel || mti_channel_is_decided(comm->nccl.channel)) return;
-    text.used = 0;
-    mti_say(&text, "%s", mti_call_name(comm->nccl.last.kind));
-    mti_say_where(&text, comm);
-    mti_say(&text, "rank %d failed with %s (%s)", comm->rank, mt_status_name(status), why);
-    mti_channel_append(comm, MTI_MESSAGE_FAILED, NULL, text.data);
-}
-
-static int mti_channel_has_more(const mti_channel *b) {
-    int i;
-    for (i = 0; i < b->connection_count; i++)
-        if (b->connections[i].fd >= 0 && mti_bytes_size(&b->connections[i].out)) return 1;
-    return 0;
-}
-
-/* Sends what is left, and ends the connections. Rank 0 first compares what has arrived, and says farewell. */
-static void mti_channel_close(mt_comm *comm) {
-    static const char reason[] = "has left the group";
-    mti_channel *b = comm->nccl.channel, **at;
-    mti_comparer *c;
-    mti_message message;
-    double start = mti_now();
-    int i;
-    comm->nccl.channel = NULL;
-    if (!b) return;
-    c = b->comparer;
+    if (mti_channel_has_left(b, rank)) return;
     memset(&message, 0, sizeof message);
     message.kind = MTI_MESSAGE_LEFT;
-    message.bytes = sizeof reason;
-    pthread_mutex_lock(&c->mutex);
-    mti_channel_work(b);
-    for (i = 0; i < b->connection_count && b->rank == 0; i++)
-        while (mti_channel_read(b, &b->connections[i], i) && mti_now() < start + MTI_CHANNEL_GRACE) continue;
-    message.count = b->number[0];
-    for (i = 0; i < b->connection_count && b->rank == 0; i++) mti_channel_send(b, &b->connections[i], &message, reason);
-    while (mti_channel_work(b), mti_channel_has_more(b) && mti_now() < start + MTI_CHANNEL_GRACE) {
-        pthread_mutex_unlock(&c->mutex);
-        mti_rest(1, 0);
-        pthread_mutex_lock(&c->mutex);
-    }
-    for (at = &c->channels; *at != b; at = &(*at)->next) continue;
-    *at = b->next;
-    c->changed = 1;
-    mti_comparer_ring(c);
-    mti_channel_free(b);
-    pthread_mutex_unlock(&c->mutex);
-    mti_comparer_leave(c);
-}
-
-/* Closes the connections of a process that was forked, so that the other one's end as if this one did not exist. */
-static void mti_channel_abandon(mt_comm *comm) {
-    mti_channel *b = comm->nccl.channel;
-    int i;
-    if (!b) return;
-    for (i = 0; i < b->connection_count; i++)
-        if (b->connections[i].fd >= 0) close(b->connections[i].fd);
-    comm->nccl.channel = NULL; /* the memory stays: another thread of the other process may have held the mutex */
+    message.rank = rank;
+    message.what = 1;
+    message.bytes = sizeof mti_is_gone;
+    mti_channel_relay(b, &message, mti_is_gone);
 }
 
 #endif

@@ -1,28 +1,80 @@
 /* messages.h - shared by fuzz_messages.c and test_messages.c: passes arbitrary bytes to the connections over which
    ranks compare their calls, and checks what must hold. It includes the implementation of mt_comm.h with that part,
-   and without NCCL. Allocations of the implementation can fail. */
+   and without NCCL. Allocations of the implementation can fail, and its calls of the system can be made to wait. */
 
 #ifndef MT_FUZZ_MESSAGES_H
 #define MT_FUZZ_MESSAGES_H
 
+#include <poll.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 
 /* The allocation before which so many others succeed fails, once. -1: none fails. */
 static long messages_memory = -1;
 
 static inline int messages_no_memory(void) { return messages_memory >= 0 && messages_memory-- == 0; }
+
+/* Calls of the implementation that wait while `wanted` names them. The comparer makes those of calloc, too. */
+typedef enum messages_call {
+    MESSAGES_NONE,
+    MESSAGES_SEND,
+    MESSAGES_RECV,
+    MESSAGES_POLL,
+    MESSAGES_CALLOC
+} messages_call;
+
+static struct {
+    pthread_mutex_t mutex;
+    pthread_cond_t cond;
+    messages_call wanted;
+    int waits; /* 1: a call waits */
+} messages_gate = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, MESSAGES_NONE, 0};
+
+static inline void messages_enter(messages_call call) {
+    pthread_mutex_lock(&messages_gate.mutex);
+    while (messages_gate.wanted == call) {
+        messages_gate.waits = 1;
+        pthread_cond_broadcast(&messages_gate.cond);
+        pthread_cond_wait(&messages_gate.cond, &messages_gate.mutex);
+    }
+    messages_gate.waits = 0;
+    pthread_mutex_unlock(&messages_gate.mutex);
+}
+
 static inline void *messages_malloc(size_t bytes) { return messages_no_memory() ? NULL : malloc(bytes); }
-static inline void *messages_calloc(size_t n, size_t bytes) { return messages_no_memory() ? NULL : calloc(n, bytes); }
+static inline void *messages_calloc(size_t n, size_t bytes) {
+    messages_enter(MESSAGES_CALLOC);
+    return messages_no_memory() ? NULL : calloc(n, bytes);
+}
+static inline ssize_t messages_os_send(int fd, const void *from, size_t n, int flags) {
+    messages_enter(MESSAGES_SEND);
+    return send(fd, from, n, flags);
+}
+static inline ssize_t messages_os_recv(int fd, void *to, size_t n, int flags) {
+    messages_enter(MESSAGES_RECV);
+    return recv(fd, to, n, flags);
+}
+static inline int messages_os_poll(struct pollfd *polled, nfds_t n, int milliseconds) {
+    messages_enter(MESSAGES_POLL);
+    return poll(polled, n, milliseconds);
+}
 #define malloc messages_malloc
 #define calloc messages_calloc
+#define send(fd, from, n, flags) messages_os_send(fd, from, n, flags)
+#define recv(fd, to, n, flags) messages_os_recv(fd, to, n, flags)
+#define poll(polled, n, milliseconds) messages_os_poll(polled, n, milliseconds)
 #define MTI_COMPARES 1
 #define MEGATRON_IMPLEMENTATION
 #include "mt_comm.h"
 #undef malloc
 #undef calloc
+#undef send
+#undef recv
+#undef poll
 
 #define MESSAGES_HOLD(condition)                                                                                       \
     do {                                                                                                               \
@@ -32,15 +84,15 @@ static inline void *messages_calloc(size_t n, size_t bytes) { return messages_no
         }                                                                                                              \
     } while (0)
 
-#define MESSAGES_RANKS 9
-#define MESSAGES_TOKEN 0x1234567890abcdefu
+#define MESSAGES_RANKS 45                         /* ranks 33 to 44 are children of rank 1 */
+#define MESSAGES_LINES (1 + MTI_CHANNEL_CHILDREN) /* most connections of a rank */
 
 /* A rank of a group: its channel, and the far ends of its connections. */
 typedef struct messages {
     mt_comm *comm;
     mti_channel *channel;
-    int far[MESSAGES_RANKS]; /* per line; -1: closed */
-    mti_bytes heard[MESSAGES_RANKS];
+    int far[MESSAGES_LINES]; /* per line; -1: closed */
+    mti_bytes heard[MESSAGES_LINES];
 } messages;
 
 /* Returns 0 when there is no memory. */
@@ -49,7 +101,7 @@ static inline int messages_open(messages *m, int rank, int size) {
     m->channel = mti_channel_new(rank, size);
     m->comm = mti_comm_new(&mti_threads, rank, size, "test");
     if (m->comm) m->comm->group = mti_group_new(size, 1, 0);
-    for (int i = 0; i < MESSAGES_RANKS; i++) m->far[i] = -1;
+    for (int i = 0; i < MESSAGES_LINES; i++) m->far[i] = -1;
     if (m->comm && m->comm->group) m->comm->group->references = 1;
     if (!m->channel || !m->comm || !m->comm->group) return 0;
     m->comm->nccl.channel = m->channel;
@@ -63,7 +115,7 @@ static inline int messages_open(messages *m, int rank, int size) {
 }
 
 static inline void messages_close(messages *m) {
-    for (int i = 0; i < MESSAGES_RANKS; i++) {
+    for (int i = 0; i < MESSAGES_LINES; i++) {
         if (m->far[i] >= 0) close(m->far[i]);
         mti_bytes_free(&m->heard[i]);
     }
@@ -101,7 +153,8 @@ static inline void messages_result(const messages *m) {
 static inline void messages_work(messages *m) {
     mti_channel *b = m->channel;
     long memory;
-    for (int i = 0; i < b->connection_count; i++) mti_channel_read(b, &b->connections[i], i);
+    for (int i = 0; i < b->connection_count; i++) mti_channel_read(b, i);
+    mti_channel_swap(b);
     mti_channel_work(b);
     memory = messages_memory;
     messages_memory = -1;
@@ -127,7 +180,7 @@ static inline unsigned messages_byte(messages_input *in) { return in->at < in->s
 static inline mti_message messages_head(messages_input *in, int size) {
     mti_message m;
     memset(&m, 0, sizeof m);
-    m.kind = (int32_t)messages_byte(in) % 10;
+    m.kind = (int32_t)messages_byte(in) % (MTI_MESSAGE_END + 2);
     m.rank = (int32_t)messages_byte(in) % (size + 2) - 1;
     m.what = messages_byte(in) % 10 | (uint64_t)(messages_byte(in) % 7) << 8;
     m.what |= (uint64_t)(messages_byte(in) % (unsigned)(size + 2)) << 24;
@@ -170,16 +223,31 @@ static inline void messages_own(messages *m, messages_input *in) {
     head.bytes = 0;
     head.kind = head.kind % 2 ? MTI_MESSAGE_CALL : MTI_MESSAGE_LATE;
     if (!mti_message_is_valid(&head, m->channel->size) || m->channel->ended) return;
-    if (!mti_message_add(&m->channel->queue, &head, NULL))
-        mti_channel_end(m->channel, m->channel->rank, MTI_END_MEMORY);
+    if (!mti_message_add(&m->channel->queue, &head, NULL)) m->channel->overflow = 1 + MTI_END_MEMORY;
+}
+
+/* Sends a message that is often about a rank behind the line. */
+static inline void messages_send_any(messages *m, messages_input *in, int line) {
+    size_t at = in->at + 1;
+    if (line && messages_byte(in) % 4 && at < in->size) {
+        mti_message head = messages_head(in, m->channel->size);
+        head.rank = mti_channel_child(m->channel, line);
+        head.bytes = 0;
+        messages_send(m, line, &head, sizeof head);
+    } else messages_send_message(m, in, line);
+}
+
+static inline int messages_size(messages_input *in) {
+    unsigned n = messages_byte(in);
+    return n % 2 ? 2 + (int)(n / 2 % 8) : 34 + (int)(n / 2 % (MESSAGES_RANKS - 33));
 }
 
 /* A channel of rank 0, or of another rank, to which the other ranks send what the input says. */
 static inline void messages_channel(messages_input *in) {
-    int size = 2 + (int)(messages_byte(in) % (MESSAGES_RANKS - 1)), rank = (int)messages_byte(in) % size;
+    int size = messages_size(in), rank = (int)messages_byte(in) % size, usual = (int)messages_byte(in);
     messages m;
     messages_memory = (long)messages_byte(in) - 1;
-    if (messages_byte(in) % 2) rank = 0;
+    if (usual % 4) rank = usual % 4 == 1 ? 1 : 0;
     if (messages_open(&m, rank, size)) {
         while (in->at < in->size) {
             int line = (int)(messages_byte(in) % (unsigned)m.channel->connection_count);
@@ -199,7 +267,7 @@ static inline void messages_channel(messages_input *in) {
                 break;
             case 2:
             case 3: messages_own(&m, in); break;
-            default: messages_send_message(&m, in, line); break;
+            default: messages_send_any(&m, in, line); break;
             }
             if (messages_byte(in) % 2) messages_work(&m);
         }
@@ -209,48 +277,109 @@ static inline void messages_channel(messages_input *in) {
     messages_close(&m);
 }
 
-/* Says hello to rank 0, or opens a connection for another rank, in parts and with errors as the input says. */
-static inline void messages_call(messages_input *in, mti_server *s, const mti_listener *listener) {
-    int size = s->channel->size, ends[2], opened = 0, as_rank = (int)messages_byte(in) % 2;
-    mti_message head = messages_head(in, size);
+/* A message of a child or a parent, often with the right proof. Returns 1 if it proves the knowledge of the secret. */
+static inline int messages_prove(messages_input *in, const mti_meeting *m, const mti_caller *c, int kind, int rank,
+                                 mti_message *head) {
+    static const int kinds[] = {MTI_MESSAGE_HELLO, MTI_MESSAGE_CHALLENGE, MTI_MESSAGE_PROOF, MTI_MESSAGE_OPEN};
     unsigned how = messages_byte(in);
+    uint64_t random[2] = {messages_byte(in), messages_byte(in)};
+    const uint64_t *challenge = kind == MTI_MESSAGE_CHALLENGE ? random : c->challenge;
+    uint64_t proof = mti_proof(m->listeners[0].secret, kind, rank, mti_rank_parent(rank), c->hello, challenge);
+    *head = messages_head(in, m->size);
+    if (how % 8 == 0) return 0;
+    head->bytes = 0;
+    head->kind = how % 4 ? kind : kinds[how / 16 % 4];
+    head->rank = kind == MTI_MESSAGE_CHALLENGE ? mti_rank_parent(rank) : rank;
+    if (how % 5) head->rank = rank;
+    head->what = random[0];
+    head->count = random[1];
+    head->recvcount = how % 3 ? proof : proof ^ (uint64_t)1 << messages_byte(in) % 64;
+    return how % 3 && head->kind == kind && (kind == MTI_MESSAGE_CHALLENGE || head->rank == rank);
+}
+
+/* Sends a message in parts. Returns 1 when all of it was taken. */
+static inline int messages_parts(messages_input *in, mti_meeting *m, mti_caller *c, int far, const mti_message *head) {
+    for (size_t at = 0, n; at < sizeof *head; at += n) {
+        n = 1 + messages_byte(in) % sizeof *head;
+        if (n > sizeof *head - at) n = sizeof *head - at;
+        if (c->fd < 0) return 0;
+        (void)!send(far, (const char *)head + at, n, MSG_NOSIGNAL);
+        if (c == &m->up) mti_meeting_rise(m);
+        else mti_meeting_hear(m, c);
+    }
+    return 1;
+}
+
+/* Calls a parent: only who proves that it knows the secret, after a hello of the same rank, is admitted. */
+static inline void messages_call_parent(messages_input *in, mti_meeting *m) {
+    mti_message head;
     mti_caller c;
+    int ends[2], line = 1 + (int)(messages_byte(in) % (unsigned)m->children), come = m->come, proves = 0;
+    int rank = MTI_CHANNEL_CHILDREN * m->rank + line, free_line = m->down[line].fd < 0;
     MESSAGES_HOLD(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
-    memset(&c, 0, sizeof c);
-    c.fd = ends[0];
-    if (how % 4) head.bytes = 0;
-    if (how % 4) head.kind = as_rank ? MTI_MESSAGE_OPEN : MTI_MESSAGE_HELLO;
-    if (how % 3) head.what = MESSAGES_TOKEN;
-    for (size_t at = 0, n; at < sizeof head && c.fd >= 0 && !opened; at += n) {
-        int before = s->come;
-        n = 1 + messages_byte(in) % sizeof head;
-        if (n > sizeof head - at) n = sizeof head - at;
-        (void)!send(ends[1], (char *)&head + at, n, MSG_NOSIGNAL);
-        if (as_rank) opened = mti_listener_called(listener, 1, size, &c);
-        else mti_server_hear(s, &c);
-        opened |= s->come != before;
-        if (opened) MESSAGES_HOLD(at + n == sizeof head && head.what == MESSAGES_TOKEN && head.bytes == 0);
-        if (opened) MESSAGES_HOLD(head.kind == (as_rank ? MTI_MESSAGE_OPEN : MTI_MESSAGE_HELLO));
+    mti_caller_begin(&c, ends[0], MTI_AWAITS_HELLO, -1);
+    messages_prove(in, m, &c, MTI_MESSAGE_HELLO, rank, &head);
+    messages_parts(in, m, &c, ends[1], &head);
+    MESSAGES_HOLD(m->come == come && (c.fd < 0 || c.stage == MTI_AWAITS_HELLO || c.stage == MTI_AWAITS_PROOF));
+    if (c.fd >= 0 && c.stage == MTI_AWAITS_PROOF) {
+        int greeted = c.rank;
+        proves = messages_prove(in, m, &c, MTI_MESSAGE_PROOF, rank, &head) && greeted == rank;
+        if (messages_parts(in, m, &c, ends[1], &head)) MESSAGES_HOLD(m->come == come + (proves && free_line));
+    }
+    MESSAGES_HOLD(m->come == come || (proves && m->down[line].fd == ends[0] && c.fd < 0));
+    for (int i = 0; i < 2 && m->down[line].fd >= 0; i++) {
+        head = messages_head(in, m->size);
+        (void)!send(ends[1], &head, sizeof head, MSG_NOSIGNAL);
+        if (m->come > come) mti_meeting_listen(m, &m->down[line]);
+        if (m->down[line].fd < 0) come--;
     }
     mti_caller_close(&c);
     close(ends[1]);
 }
 
-static inline void messages_server(messages_input *in) {
-    mti_listener listener;
-    mti_server s;
-    int size = 2 + (int)(messages_byte(in) % (MESSAGES_RANKS - 1)), come = 1;
-    memset(&listener, 0, sizeof listener);
-    listener.token = MESSAGES_TOKEN;
-    memset(&s, 0, sizeof s);
-    s.channel = mti_channel_new(0, size);
-    MESSAGES_HOLD(s.channel);
-    s.listener = &listener;
-    s.come = 1;
-    while (in->at < in->size) messages_call(in, &s, &listener);
-    for (int i = 1; i < size; i++) come += s.channel->connections[i].fd >= 0;
-    MESSAGES_HOLD(s.channel->connections[0].fd < 0 && s.come == come);
-    mti_channel_free(s.channel);
+/* Calls a child as its parent: it opens only behind a proof. */
+static inline void messages_call_child(messages_input *in, mti_meeting *m) {
+    mti_message head;
+    int ends[2], proves;
+    MESSAGES_HOLD(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+    mti_caller_begin(&m->up, ends[0], MTI_AWAITS_CHALLENGE, m->rank);
+    proves = messages_prove(in, m, &m->up, MTI_MESSAGE_CHALLENGE, m->rank, &head);
+    messages_parts(in, m, &m->up, ends[1], &head);
+    MESSAGES_HOLD((m->up.fd >= 0 && m->up.stage == MTI_AWAITS_OPENING) == proves);
+    if (m->up.fd >= 0) {
+        head = messages_head(in, m->size);
+        if (messages_byte(in) % 2) memset(&head, 0, sizeof head);
+        if (messages_byte(in) % 2) head.kind = MTI_MESSAGE_OPEN;
+        messages_parts(in, m, &m->up, ends[1], &head);
+    }
+    MESSAGES_HOLD(proves || m->up.stage != MTI_OPENED);
+    mti_caller_close(&m->up);
+    close(ends[1]);
+}
+
+static inline void messages_meeting(messages_input *in) {
+    mti_listener listeners[MESSAGES_RANKS];
+    mti_caller down[MESSAGES_LINES];
+    mti_meeting m;
+    int come = 0, is_child = (int)messages_byte(in) % 2;
+    memset(&m, 0, sizeof m);
+    memset(listeners, 0, sizeof listeners);
+    listeners[0].secret[0] = listeners[0].secret[1] = 0x1234567890abcdefu;
+    m.listeners = listeners;
+    m.down = down;
+    m.size = messages_size(in);
+    m.rank = m.size > 33 || is_child ? (int)messages_byte(in) % 2 : 0;
+    if (is_child) m.rank = 1;
+    m.children = m.rank ? m.size - 33 : m.size > 33 ? 32 : m.size - 1;
+    m.absent = m.up.fd = -1;
+    for (int i = 0; i < MESSAGES_LINES; i++) down[i].fd = -1;
+    while (in->at < in->size) {
+        if (is_child) messages_call_child(in, &m);
+        else messages_call_parent(in, &m);
+    }
+    for (int i = 1; i <= m.children; i++) come += down[i].fd >= 0;
+    MESSAGES_HOLD(m.come == come && m.ready <= m.come && m.ready >= 0 && down[0].fd < 0);
+    for (int i = 1; i <= m.children; i++) mti_caller_close(&down[i]);
 }
 
 static inline void messages_all(const uint8_t *data, size_t size) {
@@ -259,7 +388,7 @@ static inline void messages_all(const uint8_t *data, size_t size) {
     in.size = size;
     in.at = 0;
     if (messages_byte(&in) % 4) messages_channel(&in);
-    else messages_server(&in);
+    else messages_meeting(&in);
 }
 
 #endif /* MT_FUZZ_MESSAGES_H */
