@@ -5271,12 +5271,14 @@ static int mti_thread_start(pthread_t *thread, void *(*run)(void *), void *argum
 
 /* NCCL does not compare calls, so each communicator has a channel. The ranks are a tree: each one has a TCP connection
    to its parent, and to at most MTI_CHANNEL_CHILDREN children. A call appends a message to the queue of its rank and
-   goes on. A thread of the context, the comparer (nccl_comparer.c), sends the messages to the parent, which passes them
-   on to its own, up to rank 0. The comparer of rank 0 compares the n-th collectives of all ranks, and the n-th send
-   from a rank to another one with the n-th receive. When calls differ, or when a rank has left before a call of the
-   others, it sends the result down the tree to all ranks, with the calls of all. A rank finds the result in its next
-   call and while it waits for the stream, and writes the sentence that threads write (threads.c). A rank whose wait has
-   lasted for the timeout asks who is missing.
+   goes on. A thread of the context, the comparer (nccl_comparer.c), sends the messages to the parent, which passes
+   them on to its own, up to rank 0. Where all ranks of a branch, a rank with all those below it, make the same n-th
+   collective, one message says so for all of them: a rank holds such calls back for a short time. The comparer of
+   rank 0 compares the n-th collectives of all ranks, and the n-th send from a rank to another one with the n-th
+   receive. When calls differ, or when a rank has left before a call of the others, it sends the result down the tree
+   to all ranks, with the calls of all. A rank finds the result in its next call and while it waits for the stream,
+   and writes the sentence that threads write (threads.c). A rank whose wait has lasted for the timeout asks who is
+   missing.
 
    The rank's own thread only appends to the queue, under a mutex that the comparer holds for an exchange of two buffers
    and never while it sends, reads or compares. Everything else in a channel belongs to the comparer, except a result
@@ -5289,6 +5291,7 @@ static int mti_thread_start(pthread_t *thread, void *(*run)(void *), void *argum
 
 #define MTI_CHANNEL_CHILDREN 32 /* most children of a rank; in a group of at most 33 all ranks are children of rank 0 */
 #define MTI_CHANNEL_TICK 2      /* milliseconds: the comparer sends the messages of this time together */
+#define MTI_CHANNEL_HOLD 0.02   /* seconds in which a rank waits for the same collective of its whole branch */
 #define MTI_CHANNEL_GRACE 1.0   /* seconds for messages that are on their way: of other ranks, or of one that is gone */
 #define MTI_CHANNEL_ANSWER 0.5  /* seconds that a rank waits for the answer who is missing */
 #define MTI_CHANNEL_OPENING 10.0 /* seconds in which all ranks must connect to their parents */
@@ -5305,6 +5308,7 @@ typedef enum mti_message_kind {
     MTI_MESSAGE_ABSENT,    /* instead of either: rank: that could not connect to its parent */
     /* to the parent; rank: whose message it is */
     MTI_MESSAGE_CALL,
+    MTI_MESSAGE_CALLS,  /* a collective, of all ranks of the branch of `rank` */
     MTI_MESSAGE_LATE,   /* the rank has waited for the timeout */
     MTI_MESSAGE_FAILED, /* text: a sentence */
     /* to the parent, or to the children of the rank and all below them */
@@ -5333,8 +5337,16 @@ typedef struct mti_said {
 /* The n-th collective as the first rank has called it. */
 typedef struct mti_round {
     mti_said said;
-    int ranks; /* number of ranks that have called their n-th collective */
+    int ranks;    /* number of ranks that have called their n-th collective */
+    double since; /* not at rank 0: when the first one has, by mti_now */
 } mti_round;
+
+/* What a rank has been told of another one alone, and of all ranks of that one's branch together. */
+typedef struct mti_heard {
+    uint64_t single, whole;     /* numbers of collectives */
+    mti_said last, last_whole;  /* the last calls */
+    uint64_t last_at, whole_at; /* mti_channel.clock at these */
+} mti_heard;
 
 /* Bytes that leave in the order in which they came: those from `first` to `end` of data. */
 typedef struct mti_bytes {
@@ -5376,20 +5388,23 @@ typedef struct mti_channel {
     int ended;                    /* atomic; 1: the calls are no longer compared */
     mti_message end;              /* why */
     int end_is_sent, end_is_told; /* to the other ranks; to the program */
-    /* per rank; only rank 0 knows those of all others */
-    mti_said *last;     /* the last call */
-    uint64_t *number;   /* number of collectives */
+    /* per rank; of the ranks that are not below this one, only some are known */
+    mti_heard *heard;
+    mti_said *last;     /* the last calls, by mti_channel_last */
+    uint64_t clock;     /* number of calls */
     mti_bytes *reasons; /* why the rank has left; empty: it has not left */
     double gone_at;     /* a rank is gone without a farewell since then; 0: none is */
     int gone, left_count;
-    /* only at rank 0 */
+    /* of this rank and those below it */
     mti_round *rounds; /* a ring of `room` rounds, which has those from `first` on */
     size_t room;
     uint64_t first, last_round; /* last_round: behind the last one */
-    mti_pair **pairs;           /* per rank: the list of those that it sends to */
-    size_t waiting;             /* sends and receives in all pairs */
-    uint64_t odd;               /* number of the collective that differs + 1; 0: none does */
-    mti_said *odd_calls;        /* that call of each rank */
+    uint64_t passed;            /* not at rank 0: calls of earlier rounds are passed on as they come */
+    /* only at rank 0 */
+    mti_pair **pairs;    /* per rank: the list of those that it sends to */
+    size_t waiting;      /* sends and receives in all pairs */
+    uint64_t odd;        /* number of the collective that differs + 1; 0: none does */
+    mti_said *odd_calls; /* that call of each rank */
     double odd_at;
 } mti_channel;
 
@@ -5401,6 +5416,37 @@ static int mti_rank_depth(int rank) {
     int depth = 0;
     for (; rank > 0; rank = mti_rank_parent(rank)) depth++;
     return depth;
+}
+
+/* The number of ranks in the branch of `rank`: itself and those below it. */
+static int mti_branch_size(int rank, int size) {
+    int last = rank, n = 0;
+    for (; rank < size;
+         rank = MTI_CHANNEL_CHILDREN * rank + 1, last = MTI_CHANNEL_CHILDREN * last + MTI_CHANNEL_CHILDREN)
+        n += (last < size ? last : size - 1) - rank + 1;
+    return n;
+}
+
+/* The number of collectives of a rank below this one, or of this one. */
+static uint64_t mti_channel_number(const mti_channel *b, int rank) {
+    uint64_t n = b->heard[rank].single;
+    for (; rank > b->rank; rank = mti_rank_parent(rank)) n += b->heard[rank].whole;
+    return n;
+}
+
+/* Fills and returns the last calls of all ranks. */
+static mti_said *mti_channel_last(mti_channel *b) {
+    int r, above;
+    for (r = 0; r < b->size; r++) {
+        uint64_t at = b->heard[r].last_at;
+        b->last[r] = b->heard[r].last;
+        for (above = r; above > b->rank; above = mti_rank_parent(above))
+            if (b->heard[above].whole_at > at) {
+                at = b->heard[above].whole_at;
+                b->last[r] = b->heard[above].last_whole;
+            }
+    }
+    return b->last;
 }
 
 static int mti_channel_child(const mti_channel *b, int line) { return MTI_CHANNEL_CHILDREN * b->rank + line; }
@@ -5479,6 +5525,12 @@ static int mti_said_is_valid(const mti_said *said) {
            (kind == -1 || known || (kind >= (int)MTI_SPLIT && kind <= (int)MTI_GRAPH_LAUNCH));
 }
 
+/* Whether a call is a send or a receive, or both. */
+static int mti_said_is_message(const mti_said *said) {
+    int kind = (int)(said->what & 255) - 1;
+    return kind == MT_SEND || kind == MT_RECV || kind == MTI_SEND_RECV;
+}
+
 static mti_said mti_said_of(const mti_message *message) {
     mti_said said;
     said.what = message->what;
@@ -5502,6 +5554,7 @@ static int mti_message_is_valid(const mti_message *m, int size) {
     case MTI_MESSAGE_ABSENT:
     case MTI_MESSAGE_LATE: return m->bytes == 0;
     case MTI_MESSAGE_CALL: return m->bytes == 0 && mti_said_is_valid(&said);
+    case MTI_MESSAGE_CALLS: return m->bytes == 0 && mti_said_is_valid(&said) && !mti_said_is_message(&said);
     case MTI_MESSAGE_END: return m->bytes == 0 && m->what <= MTI_END_LEFT;
     case MTI_MESSAGE_FAILED:
     case MTI_MESSAGE_LEFT:
@@ -5589,7 +5642,7 @@ static void mti_channel_end(mti_channel *b, int rank, mti_end_reason why) {
     free(b->rounds);
     b->rounds = NULL;
     b->room = 0;
-    b->first = b->last_round = 0;
+    b->first = b->last_round = b->passed = 0;
     __atomic_store_n(&b->ended, 1, __ATOMIC_RELEASE);
 }
 
@@ -5644,7 +5697,7 @@ static int mti_said_alike(const mti_said *a, const mti_said *b) { return a->what
 
 /* The sentence of a result: "rank `rank` has left the group", in all calls. */
 static void mti_channel_decide_left(mti_channel *b, int rank) {
-    mti_channel_decide(b, MTI_WHY_LEFT, rank, -1, b->last, b->reasons[rank].data);
+    if (!b->decided) mti_channel_decide(b, MTI_WHY_LEFT, rank, -1, mti_channel_last(b), b->reasons[rank].data);
 }
 
 static int mti_channel_has_left(const mti_channel *b, int rank) { return mti_bytes_size(&b->reasons[rank]) > 0; }
@@ -5685,7 +5738,7 @@ static mt_status mti_channel_error(const mt_comm *comm, mti_text *text) {
     }
 }
 
-/* -- the comparison, at rank 0 -- */
+/* -- the collectives of a branch -- */
 
 /* Makes room for one more round. Returns 0 when the comparison has ended. */
 static int mti_channel_grow(mti_channel *b) {
@@ -5705,37 +5758,73 @@ static int mti_channel_grow(mti_channel *b) {
     return 1;
 }
 
+/* Makes the round n of a collective, if it is the next one. Returns NULL when the comparison has ended, or when no rank
+   can have told this. */
+static mti_round *mti_channel_round(mti_channel *b, uint64_t n, const mti_said *said) {
+    mti_round *round;
+    if (n < b->first || n > b->last_round) return NULL;
+    if (n < b->last_round) return &b->rounds[n & (b->room - 1)];
+    if (!mti_channel_grow(b)) return NULL;
+    b->last_round++;
+    round = &b->rounds[n & (b->room - 1)];
+    round->said = *said;
+    round->ranks = 0;
+    round->since = b->rank ? mti_now() : 0;
+    return round;
+}
+
+/* Counts a collective of a rank, or of its whole branch, in a round. Returns 0 when no rank can have told this. */
+static int mti_channel_count(mti_channel *b, int rank, int whole, const mti_said *said, mti_round *round) {
+    mti_heard *heard = &b->heard[rank];
+    int ranks = whole ? mti_branch_size(rank, b->size) : 1;
+    if ((whole && ranks == 1) || round->ranks + ranks > mti_branch_size(b->rank, b->size)) return 0;
+    round->ranks += ranks;
+    if (whole) {
+        heard->whole++;
+        heard->whole_at = ++b->clock;
+        heard->last_whole = *said;
+    } else {
+        heard->single++;
+        heard->last_at = ++b->clock;
+        heard->last = *said;
+    }
+    return 1;
+}
+
+static int mti_channel_is_full(const mti_channel *b) {
+    return b->first < b->last_round && b->rounds[b->first & (b->room - 1)].ranks == mti_branch_size(b->rank, b->size);
+}
+
+/* -- the comparison, at rank 0 -- */
+
 /* Stores the calls of the first round in which they differ. The result waits for the calls of the other ranks. */
-static void mti_channel_differs(mti_channel *b, uint64_t n, int rank, const mti_said *said) {
-    int r;
+static void mti_channel_differs(mti_channel *b, uint64_t n, int rank, int whole, const mti_said *said) {
+    int r, above;
     if (!b->odd) {
         b->odd = n + 1;
         b->odd_at = mti_now();
         for (r = 0; r < b->size; r++)
-            if (r != rank && b->number[r] > n) b->odd_calls[r] = b->rounds[n & (b->room - 1)].said;
+            if (mti_channel_number(b, r) > n) b->odd_calls[r] = b->rounds[n & (b->room - 1)].said;
     }
-    b->odd_calls[rank] = *said;
+    for (r = rank; r < (whole ? b->size : rank + 1); r++) {
+        for (above = r; above > rank;) above = mti_rank_parent(above);
+        if (above == rank) b->odd_calls[r] = *said;
+    }
 }
 
-static void mti_channel_collective(mti_channel *b, int rank, const mti_said *said) {
-    uint64_t n = b->number[rank];
-    mti_round *round;
+/* Returns 0 when no rank can have told this. */
+static int mti_channel_collective(mti_channel *b, int rank, int whole, const mti_said *said) {
+    uint64_t n = mti_channel_number(b, rank);
+    mti_round *round = mti_channel_round(b, n, said);
     int r;
-    if (n == b->last_round) {
-        if (!mti_channel_grow(b)) return;
-        b->last_round++;
-        round = &b->rounds[n & (b->room - 1)];
-        round->said = *said;
-        round->ranks = 0;
-    }
-    b->number[rank]++;
-    round = &b->rounds[n & (b->room - 1)];
-    if (b->odd == n + 1 || (!b->odd && !mti_said_alike(&round->said, said))) mti_channel_differs(b, n, rank, said);
-    round->ranks++;
-    while (b->first < b->last_round && b->rounds[b->first & (b->room - 1)].ranks == b->size) b->first++;
+    if (!round || !mti_channel_count(b, rank, whole, said, round)) return b->ended;
+    if (b->odd == n + 1 || (!b->odd && !mti_said_alike(&round->said, said)))
+        mti_channel_differs(b, n, rank, whole, said);
+    while (mti_channel_is_full(b)) b->first++;
     if (b->odd && b->first >= b->odd) mti_channel_decide(b, MTI_WHY_DIFFERS, -1, -1, b->odd_calls, "");
     for (r = 0; r < b->size && b->left_count && !b->odd; r++)
-        if (mti_channel_has_left(b, r) && b->number[r] <= n) mti_channel_decide_left(b, r);
+        if (mti_channel_has_left(b, r) && mti_channel_number(b, r) <= n) mti_channel_decide_left(b, r);
+    return 1;
 }
 
 /* The messages from one rank to another one; NULL: no memory. */
@@ -5785,16 +5874,15 @@ static void mti_channel_half(mti_channel *b, int from, int to, int sends, const 
     }
 }
 
-static void mti_channel_call(mti_channel *b, int rank, const mti_said *said) {
-    int kind = (int)(said->what & 255) - 1, to = (int)(said->what >> 24 & 0xffff) - 1,
-        from = (int)(said->what >> 40 & 0xffff) - 1;
-    b->last[rank] = *said;
-    if (kind != MT_SEND && kind != MT_RECV && kind != MTI_SEND_RECV) {
-        mti_channel_collective(b, rank, said);
-        return;
-    }
+/* Takes a call of a rank, or a collective of its whole branch. Returns 0 when no rank can have told this. */
+static int mti_channel_call(mti_channel *b, int rank, int whole, const mti_said *said) {
+    int to = (int)(said->what >> 24 & 0xffff) - 1, from = (int)(said->what >> 40 & 0xffff) - 1;
+    if (!mti_said_is_message(said)) return mti_channel_collective(b, rank, whole, said);
+    b->heard[rank].last = *said;
+    b->heard[rank].last_at = ++b->clock;
     if (to >= 0 && to < b->size) mti_channel_half(b, rank, to, 1, said);
     if (from >= 0 && from < b->size && !b->ended) mti_channel_half(b, from, rank, 0, said);
+    return 1;
 }
 
 /* Returns a rank whose send or receive `rank` waits for, or -1. With sender or receiver -1: any of them. */
@@ -5817,18 +5905,21 @@ static void mti_channel_leave(mti_channel *b, int rank, const char *reason, size
         return;
     }
     b->left_count++;
-    if (b->last_round > b->number[rank] && !b->odd) mti_channel_decide_left(b, rank);
+    if (b->rank) return;
+    if (b->last_round > mti_channel_number(b, rank) && !b->odd) mti_channel_decide_left(b, rank);
     if (mti_channel_waits_for(b, -1, rank) >= 0) mti_channel_decide_left(b, rank);
 }
 
 /* Answers a rank that has waited for the timeout: which ranks are missing. When none is, there is no result. */
 static void mti_channel_late(mti_channel *b, int rank) {
     int r, missing = 0, peer = mti_channel_waits_for(b, rank, -1);
+    mti_said *last = mti_channel_last(b);
     for (r = 0; r < b->size; r++) {
-        b->last[r].inside = b->number[r] >= b->number[rank] ? MTI_IN_COLLECTIVE : MTI_OUTSIDE;
-        missing += !b->last[r].inside;
+        int here = mti_channel_number(b, r) >= mti_channel_number(b, rank);
+        last[r].inside = here ? MTI_IN_COLLECTIVE : MTI_OUTSIDE;
+        missing += !here;
     }
-    if (peer >= 0 || missing) mti_channel_decide(b, MTI_WHY_LATE, rank, peer, b->last, "");
+    if (peer >= 0 || missing) mti_channel_decide(b, MTI_WHY_LATE, rank, peer, last, "");
 }
 
 static const char mti_is_gone[] = "is gone: its process has ended, or its connection is lost";
@@ -5846,13 +5937,14 @@ static int mti_channel_compare(mti_channel *b, const mti_message *message, const
     mti_said said = mti_said_of(message);
     int rank = message->rank;
     switch (message->kind) {
-    case MTI_MESSAGE_CALL: mti_channel_call(b, rank, &said); return 1;
+    case MTI_MESSAGE_CALL:
+    case MTI_MESSAGE_CALLS: return mti_channel_call(b, rank, message->kind == MTI_MESSAGE_CALLS, &said);
     case MTI_MESSAGE_LATE: mti_channel_late(b, rank); return 1;
     case MTI_MESSAGE_LEFT:
         if (message->what) mti_channel_gone(b, rank);
         else mti_channel_leave(b, rank, text, (size_t)message->bytes);
         return 1;
-    case MTI_MESSAGE_FAILED: mti_channel_decide(b, MTI_WHY_FAILED, -1, -1, b->last, text); return 1;
+    case MTI_MESSAGE_FAILED: mti_channel_decide(b, MTI_WHY_FAILED, -1, -1, mti_channel_last(b), text); return 1;
     case MTI_MESSAGE_END: mti_channel_end(b, rank, (mti_end_reason)message->what); return 1;
     default: return 0;
     }
@@ -5860,9 +5952,72 @@ static int mti_channel_compare(mti_channel *b, const mti_message *message, const
 
 /* -- the other ranks -- */
 
-/* Passes a valid message of a rank below this one on to the parent. Returns 0 when no rank sends it there. */
+static void mti_channel_tell(mti_channel *b, int rank, int whole, const mti_said *said) {
+    mti_message message;
+    memset(&message, 0, sizeof message);
+    message.kind = whole ? MTI_MESSAGE_CALLS : MTI_MESSAGE_CALL;
+    message.rank = rank;
+    message.what = said->what;
+    message.count = said->count;
+    message.recvcount = said->recvcount;
+    mti_channel_send(b, b->connections, &message, NULL);
+}
+
+/* Passes on what is held back: each held call is that of this rank, or of the whole branch of a child. */
+static void mti_channel_pour(mti_channel *b) {
+    uint64_t n = b->passed > b->first ? b->passed : b->first;
+    for (; n < b->last_round && !b->ended; n++) {
+        const mti_said said = b->rounds[n & (b->room - 1)].said;
+        int line, rank;
+        for (line = 0; line < b->connection_count && !b->ended; line++) {
+            rank = line ? mti_channel_child(b, line) : b->rank;
+            if (mti_channel_number(b, rank) > n)
+                mti_channel_tell(b, rank, line && mti_branch_size(rank, b->size) > 1, &said);
+        }
+    }
+    b->passed = b->last_round;
+}
+
+/* Whether calls are held back, and since when the first one is, by mti_now. */
+static int mti_channel_holds(const mti_channel *b, double *since) {
+    uint64_t n = b->passed > b->first ? b->passed : b->first;
+    if (b->rank == 0 || n >= b->last_round) return 0;
+    *since = b->rounds[n & (b->room - 1)].since;
+    return 1;
+}
+
+/* Holds a collective back until the whole branch of this rank has made it, or passes it on: when a part of a branch has
+   made it alone, or when it differs from those of the others. Returns 0 when no rank can have told this. */
+static int mti_channel_merge(mti_channel *b, int rank, int whole, const mti_said *said) {
+    int branch = mti_branch_size(rank, b->size), is_part = rank != b->rank && whole != (branch > 1);
+    uint64_t n = mti_channel_number(b, rank);
+    mti_round *round;
+    if (rank != b->rank && mti_rank_parent(rank) != b->rank) is_part = 1;
+    if (!is_part && n >= b->first && n < b->last_round) {
+        const mti_said *first = &b->rounds[n & (b->room - 1)].said;
+        is_part = !mti_said_alike(first, said) || first->recvcount != said->recvcount;
+    }
+    if (is_part) mti_channel_pour(b);
+    round = b->ended ? NULL : mti_channel_round(b, n, said);
+    if (!round || !mti_channel_count(b, rank, whole, said, round)) return b->ended;
+    if (is_part && b->passed <= n) b->passed = n + 1;
+    if (n < b->passed) mti_channel_tell(b, rank, whole, said);
+    while (!b->ended && mti_channel_is_full(b)) {
+        const mti_said full = b->rounds[b->first & (b->room - 1)].said;
+        if (b->first >= b->passed) mti_channel_tell(b, b->rank, b->connection_count > 1, &full);
+        b->first++;
+    }
+    return 1;
+}
+
+/* Passes a valid message of this rank or of one below on to the parent. Returns 0 when no rank sends it there. */
 static int mti_channel_relay(mti_channel *b, const mti_message *message, const char *text) {
-    if (message->kind == MTI_MESSAGE_LEFT && mti_rank_parent(message->rank) == b->rank)
+    mti_said said = mti_said_of(message);
+    int calls = message->kind == MTI_MESSAGE_CALL || message->kind == MTI_MESSAGE_CALLS;
+    if (calls && !mti_said_is_message(&said))
+        return mti_channel_merge(b, message->rank, message->kind == MTI_MESSAGE_CALLS, &said);
+    mti_channel_pour(b);
+    if (message->kind == MTI_MESSAGE_LEFT && (message->rank == b->rank || mti_rank_parent(message->rank) == b->rank))
         mti_channel_leave(b, message->rank, text, (size_t)message->bytes); /* the end of its connection is no news */
     switch (message->kind) {
     case MTI_MESSAGE_CALL:
@@ -5889,29 +6044,27 @@ static int mti_channel_take_down(mti_channel *b, const mti_message *message, con
     case MTI_MESSAGE_LEFT:
         if (!mti_channel_is_below(b, rank)) return 0;
         mti_channel_send_down(b, message, text);
-        b->number[rank] = message->count;
+        b->heard[rank].single = message->count;
         mti_channel_leave(b, rank, text, (size_t)message->bytes);
-        if (b->number[b->rank] > b->number[rank]) mti_channel_decide_left(b, rank);
+        if (b->heard[b->rank].single > b->heard[rank].single) mti_channel_decide_left(b, rank);
         return 1;
     case MTI_MESSAGE_END: mti_channel_end(b, rank, (mti_end_reason)message->what); return 1;
     default: return 0;
     }
 }
 
-/* Sends a message of this rank to the parent. Where a rank has left over which it would go to rank 0, a collective
-   behind the last one of that rank is an error, and a send or a receive can no longer be compared. */
+/* Takes a message of this rank. Where a rank has left over which it would go to rank 0, a collective behind the last
+   one of that rank is an error, and a send or a receive can no longer be compared. */
 static void mti_channel_pass(mti_channel *b, const mti_message *message, const char *text) {
-    int kind = (int)(message->what & 255) - 1, left = b->gone_at > 0 ? -1 : mti_channel_left_above(b, b->rank);
-    mti_channel_send(b, b->connections, message, text);
-    if (message->kind == MTI_MESSAGE_LEFT) mti_channel_leave(b, b->rank, text, (size_t)message->bytes);
-    if (message->kind != MTI_MESSAGE_CALL) return;
-    b->last[b->rank] = mti_said_of(message);
-    if (kind == MT_SEND || kind == MT_RECV || kind == MTI_SEND_RECV) {
+    int left = b->gone_at > 0 ? -1 : mti_channel_left_above(b, b->rank);
+    mti_said said = mti_said_of(message);
+    mti_channel_relay(b, message, text);
+    if (message->kind != MTI_MESSAGE_CALL || b->ended) return;
+    if (mti_said_is_message(&said)) {
+        b->heard[b->rank].last = said;
+        b->heard[b->rank].last_at = ++b->clock;
         if (left >= 0 && !b->decided) mti_channel_end(b, left, MTI_END_LEFT);
-        return;
-    }
-    b->number[b->rank]++;
-    if (left >= 0 && b->number[b->rank] > b->number[left]) mti_channel_decide_left(b, left);
+    } else if (left >= 0 && b->heard[b->rank].single > b->heard[left].single) mti_channel_decide_left(b, left);
 }
 
 /* A connection has ended. Without a farewell of the rank at its other end, that rank is gone. */
@@ -6008,12 +6161,17 @@ static void mti_channel_empty(mti_channel *b) {
    must look again soon. */
 static int mti_channel_work(mti_channel *b) {
     int i, soon = mti_bytes_size(&b->taken) > 0;
+    double since;
     if (b->overflowed) mti_channel_end(b, b->rank, (mti_end_reason)(b->overflowed - 1));
     mti_channel_empty(b);
     if (b->odd && !b->decided && mti_now() > b->odd_at + MTI_CHANNEL_GRACE)
         mti_channel_decide(b, MTI_WHY_DIFFERS, -1, -1, b->odd_calls, "");
     if (b->gone_at > 0 && !b->decided && mti_now() > b->gone_at + MTI_CHANNEL_GRACE)
         mti_channel_decide_left(b, b->gone);
+    if (mti_channel_holds(b, &since)) {
+        if (mti_now() > since + MTI_CHANNEL_HOLD) mti_channel_pour(b);
+        soon = 1;
+    }
     mti_channel_send_end(b);
     for (i = 0; i < b->connection_count; i++) {
         mti_connection_flush(&b->connections[i]);
@@ -6044,10 +6202,11 @@ static void mti_channel_farewell(mti_channel *b) {
     b->closes_at = start + MTI_CHANNEL_GRACE;
     for (i = 1; i < b->connection_count; i++)
         while (mti_channel_read(b, i) && mti_now() < b->closes_at) continue;
+    if (b->rank) mti_channel_pour(b);
     memset(&message, 0, sizeof message);
     message.kind = MTI_MESSAGE_LEFT;
     message.rank = b->rank;
-    message.count = b->number[b->rank];
+    message.count = b->heard[b->rank].single;
     message.bytes = mti_bytes_size(reason) ? mti_bytes_size(reason) : sizeof left;
     mti_channel_send_down(b, &message, mti_bytes_size(reason) ? mti_bytes_front(reason) : left);
     mti_channel_work(b);
@@ -6070,7 +6229,7 @@ static void mti_channel_free(mti_channel *b) {
     mti_bytes_free(&b->shown);
     free(b->connections);
     free(b->last);
-    free(b->number);
+    free(b->heard);
     free(b->reasons);
     free(b->rounds);
     free(b->pairs);
@@ -6088,10 +6247,10 @@ static int mti_channel_fill(mti_channel *b) {
         if (!mti_bytes_reserve(&b->connections[i].out, 0)) return 0;
     b->last = (mti_said *)calloc(n, sizeof *b->last);
     b->odd_calls = (mti_said *)calloc(n, sizeof *b->odd_calls);
-    b->number = (uint64_t *)calloc(n, sizeof *b->number);
+    b->heard = (mti_heard *)calloc(n, sizeof *b->heard);
     b->reasons = (mti_bytes *)calloc(n, sizeof *b->reasons);
     b->pairs = (mti_pair **)calloc(n, sizeof *b->pairs);
-    return b->connections && b->last && b->odd_calls && b->number && b->reasons && b->pairs &&
+    return b->connections && b->last && b->odd_calls && b->heard && b->reasons && b->pairs &&
            mti_bytes_reserve(&b->shown, n * sizeof(mti_said) + MTI_MESSAGE_TEXT);
 }
 

@@ -111,6 +111,8 @@ static void test_malformed(void **state) {
         {1, MTI_MESSAGE_RESULT, -1, MTI_WHY_LEFT, THREE + 1, 0, zeros, THREE + 1, 0},
         {1, MTI_MESSAGE_RESULT, -1, 99, THREE + 1, 0, zeros, THREE + 1, 0},
         {1, MTI_MESSAGE_RESULT, -1, MTI_WHY_DIFFERS, THREE + 1, 0, calls, THREE + 1, 0},
+        {0, MTI_MESSAGE_CALLS, 1, ALLREDUCE, 0, 0, NULL, 0, 0}, /* no rank is below rank 1 */
+        {0, MTI_MESSAGE_CALLS, 1, (uint64_t)MT_SEND + 1, 0, 0, NULL, 0, 0},
         /* kinds that do not come from there */
         {0, MTI_MESSAGE_HELLO, 1, 0, 0, 0, NULL, 0, 0},
         {0, MTI_MESSAGE_CHALLENGE, 1, 0, 0, 0, NULL, 0, 0},
@@ -120,6 +122,7 @@ static void test_malformed(void **state) {
         {0, MTI_MESSAGE_OPEN, 1, 0, 0, 0, NULL, 0, 0},
         {0, MTI_MESSAGE_RESULT, -1, MTI_WHY_DIFFERS, THREE + 1, 0, zeros, THREE + 1, 0},
         {1, MTI_MESSAGE_CALL, 0, ALLREDUCE, 0, 0, NULL, 0, 0},
+        {1, MTI_MESSAGE_CALLS, 0, ALLREDUCE, 0, 0, NULL, 0, 0},
         {1, MTI_MESSAGE_LATE, 0, 0, 0, 0, NULL, 0, 0},
         {1, MTI_MESSAGE_FAILED, 0, 0, 9, 0, NULL, 9, 0},
         {1, MTI_MESSAGE_OPEN, 0, 0, 0, 0, NULL, 0, 0},
@@ -167,16 +170,16 @@ static void test_sends_ahead(void **state) {
     (void)state;
     assert_non_null(b);
     for (int i = 0; i < SENDS; i++)
-        for (int r = 1; r <= PEERS; r++) said = send_of(r, (uint64_t)i), mti_channel_call(b, 0, &said);
+        for (int r = 1; r <= PEERS; r++) said = send_of(r, (uint64_t)i), mti_channel_call(b, 0, 0, &said);
     assert_int_equal(b->waiting, PEERS * SENDS);
     assert_true(mti_channel_waits_for(b, 0, -1) > 0 && mti_channel_waits_for(b, 1, -1) < 0);
     assert_true(mti_channel_waits_for(b, -1, PEERS) == PEERS && mti_channel_waits_for(b, -1, 0) < 0);
     for (int r = PEERS; r >= 1; r--)
-        for (int i = 0; i < SENDS; i++) said = recv_of(0, (uint64_t)i), mti_channel_call(b, r, &said);
+        for (int i = 0; i < SENDS; i++) said = recv_of(0, (uint64_t)i), mti_channel_call(b, r, 0, &said);
     assert_int_equal(b->waiting, 0);
     assert_true(!b->decided && !b->ended);
-    said = send_of(3, 5), mti_channel_call(b, 0, &said);
-    said = recv_of(0, 6), mti_channel_call(b, 3, &said);
+    said = send_of(3, 5), mti_channel_call(b, 0, 0, &said);
+    said = recv_of(0, 6), mti_channel_call(b, 3, 0, &said);
     assert_true(b->decided && b->result.what == MTI_WHY_UNLIKE && b->result.rank == 0 && b->result.recvcount == 4);
     mti_channel_free(b);
 }
@@ -188,9 +191,9 @@ static void test_too_far_ahead(void **state) {
         messages m;
         mti_said said = sends ? send_of(1, 1) : sum_of(1);
         assert_true(messages_open(&m, 0, 3));
-        for (long i = 0; i < MTI_CHANNEL_AHEAD; i++) mti_channel_call(m.channel, 0, &said);
+        for (long i = 0; i < MTI_CHANNEL_AHEAD; i++) mti_channel_call(m.channel, 0, 0, &said);
         assert_false(m.channel->ended);
-        mti_channel_call(m.channel, 0, &said);
+        mti_channel_call(m.channel, 0, 0, &said);
         assert_true(m.channel->ended && m.channel->end.what == MTI_END_AHEAD && m.channel->end.rank == 0);
         assert_true(!m.channel->decided && m.channel->room == 0);
         messages_work(&m);
@@ -236,7 +239,7 @@ static int calls_without_memory(long allocations) {
         for (int to = 1; to < 3 && !m.channel->ended; to++)
             for (int i = 0; i < 200 && !m.channel->ended; i++) {
                 mti_said said = send_of(to, 1);
-                mti_channel_call(m.channel, 0, &said);
+                mti_channel_call(m.channel, 0, 0, &said);
             }
         messages_work(&m);
         left = message_of(MTI_MESSAGE_LEFT, 2, 0, sizeof reason);
@@ -285,13 +288,11 @@ static void test_relayed(void **state) {
     assert_int_equal(m.channel->connection_count, 8);
     messages_send(&m, 3, &call, sizeof call);
     mti_channel_read(m.channel, 3);
-    assert_int_equal(sent_over(&m, 0, &got), 1);
-    assert_memory_equal(&got, &call, sizeof got);
     messages_send(&m, 7, &late, sizeof late);
     mti_channel_read(m.channel, 7);
-    assert_int_equal(sent_over(&m, 0, &got), 1);
-    assert_memory_equal(&got, &late, sizeof got);
-    assert_true(m.channel->number[35] == 0 && !m.channel->ended);
+    assert_int_equal(sent_over(&m, 0, &got), 2); /* a question goes behind the calls before it */
+    assert_memory_equal(&got, &call, sizeof got);
+    assert_true(mti_channel_number(m.channel, 35) == 1 && !m.channel->ended);
     /* a child cannot speak for a rank behind another one: it is gone */
     messages_send(&m, 2, &call, sizeof call);
     mti_channel_read(m.channel, 2);
@@ -319,9 +320,100 @@ static void test_ranks_of_a_subtree(void **state) {
         messages_send(&m, 1, &call, sizeof call);
     }
     messages_work(&m);
-    assert_true(m.channel->number[33] == 1 && m.channel->number[35] == 1 && m.channel->number[1] == 0);
+    assert_true(mti_channel_number(m.channel, 33) == 1 && mti_channel_number(m.channel, 35) == 1);
+    assert_true(mti_channel_number(m.channel, 1) == 0 && mti_channel_last(m.channel)[35].count == 2);
     assert_true(m.channel->odd == 1 && m.channel->odd_calls[35].count == 2 && m.channel->odd_calls[33].count == 1);
     messages_close(&m);
+}
+
+/* Rank 1 of 1,100, which has children with children, and rank 0, to which it passes on their calls. */
+typedef struct branch {
+    messages middle, root;
+    uint64_t number[1100], seed; /* number: of collectives */
+    int told;                    /* number of messages that rank 1 has sent */
+    mti_message last;            /* the last one of these */
+} branch;
+
+static void branch_work(branch *b) {
+    char bytes[4096];
+    ssize_t n;
+    for (int i = 0; i < b->middle.channel->connection_count; i++) mti_channel_read(b->middle.channel, i);
+    mti_channel_swap(b->middle.channel);
+    mti_channel_work(b->middle.channel);
+    while ((n = recv(b->middle.far[0], bytes, sizeof b->last, MSG_DONTWAIT | MSG_WAITALL)) > 0) {
+        assert_int_equal(n, sizeof b->last);
+        memcpy(&b->last, bytes, sizeof b->last);
+        b->told++;
+        messages_send(&b->root, 1, bytes, (size_t)n);
+    }
+    messages_work(&b->root);
+    assert_true(b->root.channel->connections[1].fd >= 0 && !b->root.channel->ended && !b->root.channel->odd);
+}
+
+/* The next collective of rank r, or (whole) of its branch. */
+static void branch_call(branch *b, int r, int whole) {
+    mti_message m = message_of(whole ? MTI_MESSAGE_CALLS : MTI_MESSAGE_CALL, r, ALLREDUCE, 0);
+    m.count = 1 + b->number[r] % 5;
+    b->number[r]++;
+    for (int k = 32 * r + 1; k <= 32 * r + 32 && k < 1100 && whole; k++) b->number[k]++;
+    if (r == 1) assert_true(mti_message_add(&b->middle.channel->queue, &m, NULL));
+    else messages_send(&b->middle, mti_channel_line(b->middle.channel, r), &m, sizeof m);
+}
+
+/* One of the children of rank 1, or its branch as far as it can, makes a call. */
+static void branch_step(branch *b) {
+    int c = 33 + (int)test_below(&b->seed, 32), kids = mti_branch_size(c, 1100) - 1, even = kids > 0, r = c;
+    uint64_t least = b->number[1];
+    for (int k = 1; k <= kids; k++) even &= b->number[32 * c + k] == b->number[c];
+    for (int k = 33; k < 65; k++) least = b->number[k] < least ? b->number[k] : least;
+    even &= test_below(&b->seed, 3) > 0;
+    if (!even && kids && test_below(&b->seed, 8)) r = 32 * c + 1 + (int)test_below(&b->seed, (uint64_t)kids);
+    if (test_below(&b->seed, 40) == 0) r = 1, even = 0;
+    if (b->number[r] < least + 30) branch_call(b, r, even);
+    if (test_below(&b->seed, 50) == 0) mti_channel_pour(b->middle.channel);
+}
+
+/* Rank 0 learns the calls of each rank, in whatever order they come and however they are held back. */
+static void test_merged(void **state) {
+    static branch b;
+    uint64_t most = 0;
+    (void)state;
+    memset(&b, 0, sizeof b);
+    b.seed = 5;
+    assert_true(messages_open(&b.middle, 1, 1100) && messages_open(&b.root, 0, 1100));
+    for (int i = 0; i < 4000; i++) {
+        branch_step(&b);
+        branch_work(&b);
+    }
+    mti_channel_pour(b.middle.channel);
+    branch_work(&b);
+    for (int r = 1; r < 1100; r++) {
+        if (mti_channel_line(b.root.channel, r) != 1) continue;
+        assert_int_equal(mti_channel_number(b.root.channel, r), b.number[r]);
+        assert_int_equal(mti_channel_last(b.root.channel)[r].count, b.number[r] ? 1 + (b.number[r] - 1) % 5 : 0);
+        most = b.number[r] > most ? b.number[r] : most;
+    }
+    assert_true(most > 30);
+    for (int r = 1; r < 1100; r++)
+        while (mti_channel_line(b.root.channel, r) == 1 && b.number[r] < most) {
+            branch_call(&b, r, 0);
+            branch_work(&b);
+        }
+    mti_channel_pour(b.middle.channel);
+    branch_work(&b);
+    b.told = 0; /* from here on all are even: one message for the branch; the clock may only make more of it */
+    while (b.told != 1) {
+        b.told = 0;
+        for (int r = 33; r < 65; r++) branch_call(&b, r, mti_branch_size(r, 1100) > 1);
+        branch_call(&b, 1, 0);
+        while (b.middle.channel->first < b.middle.channel->last_round || !b.told) branch_work(&b);
+        most++;
+    }
+    assert_true(b.last.kind == MTI_MESSAGE_CALLS && b.last.rank == 1 && b.last.count == 1 + (most - 1) % 5);
+    for (int r = 1; r < 1100; r++)
+        if (mti_channel_line(b.root.channel, r) == 1) assert_int_equal(mti_channel_number(b.root.channel, r), most);
+    messages_close(&b.middle);
+    messages_close(&b.root);
 }
 
 /* A rank over which others are compared leaves in order. The others learn when they make more collectives; sends and
@@ -854,7 +946,7 @@ static void test_tree(void **state) {
     half = send_of(odd, 3), crowd_say(&c, odd - 1, MTI_MESSAGE_CALL, &half, NULL);
     half = recv_of(odd - 1, 3), crowd_say(&c, odd, MTI_MESSAGE_CALL, &half, NULL);
     while (c.peers[0].channel->first < ROUNDS || c.peers[0].channel->waiting ||
-           !c.peers[0].channel->last[odd - 1].count || c.peers[0].channel->last[odd].count != 3)
+           mti_channel_last(c.peers[0].channel)[odd].count != 3)
         crowd_work(&c);
     for (int r = 0; r < size; r++) assert_true(!c.peers[r].channel->decided && !c.peers[r].channel->ended);
     for (int r = 0; r < size; r++) crowd_say(&c, r, MTI_MESSAGE_CALL, r == odd ? &other : &sum, NULL);
@@ -1294,6 +1386,7 @@ int main(void) {
         cmocka_unit_test(test_memory),
         cmocka_unit_test(test_relayed),
         cmocka_unit_test(test_ranks_of_a_subtree),
+        cmocka_unit_test(test_merged),
         cmocka_unit_test(test_a_rank_in_the_middle_leaves),
         cmocka_unit_test(test_siphash),
         cmocka_unit_test(test_proof),

@@ -76,12 +76,17 @@ static void mti_channel_empty(mti_channel *b) {
    must look again soon. */
 static int mti_channel_work(mti_channel *b) {
     int i, soon = mti_bytes_size(&b->taken) > 0;
+    double since;
     if (b->overflowed) mti_channel_end(b, b->rank, (mti_end_reason)(b->overflowed - 1));
     mti_channel_empty(b);
     if (b->odd && !b->decided && mti_now() > b->odd_at + MTI_CHANNEL_GRACE)
         mti_channel_decide(b, MTI_WHY_DIFFERS, -1, -1, b->odd_calls, "");
     if (b->gone_at > 0 && !b->decided && mti_now() > b->gone_at + MTI_CHANNEL_GRACE)
         mti_channel_decide_left(b, b->gone);
+    if (mti_channel_holds(b, &since)) {
+        if (mti_now() > since + MTI_CHANNEL_HOLD) mti_channel_pour(b);
+        soon = 1;
+    }
     mti_channel_send_end(b);
     for (i = 0; i < b->connection_count; i++) {
         mti_connection_flush(&b->connections[i]);
@@ -112,10 +117,11 @@ static void mti_channel_farewell(mti_channel *b) {
     b->closes_at = start + MTI_CHANNEL_GRACE;
     for (i = 1; i < b->connection_count; i++)
         while (mti_channel_read(b, i) && mti_now() < b->closes_at) continue;
+    if (b->rank) mti_channel_pour(b);
     memset(&message, 0, sizeof message);
     message.kind = MTI_MESSAGE_LEFT;
     message.rank = b->rank;
-    message.count = b->number[b->rank];
+    message.count = b->heard[b->rank].single;
     message.bytes = mti_bytes_size(reason) ? mti_bytes_size(reason) : sizeof left;
     mti_channel_send_down(b, &message, mti_bytes_size(reason) ? mti_bytes_front(reason) : left);
     mti_channel_work(b);
@@ -138,7 +144,7 @@ static void mti_channel_free(mti_channel *b) {
     mti_bytes_free(&b->shown);
     free(b->connections);
     free(b->last);
-    free(b->number);
+    free(b->heard);
     free(b->reasons);
     free(b->rounds);
     free(b->pairs);
@@ -156,10 +162,10 @@ static int mti_channel_fill(mti_channel *b) {
         if (!mti_bytes_reserve(&b->connections[i].out, 0)) return 0;
     b->last = (mti_said *)calloc(n, sizeof *b->last);
     b->odd_calls = (mti_said *)calloc(n, sizeof *b->odd_calls);
-    b->number = (uint64_t *)calloc(n, sizeof *b->number);
+    b->heard = (mti_heard *)calloc(n, sizeof *b->heard);
     b->reasons = (mti_bytes *)calloc(n, sizeof *b->reasons);
     b->pairs = (mti_pair **)calloc(n, sizeof *b->pairs);
-    return b->connections && b->last && b->odd_calls && b->number && b->reasons && b->pairs &&
+    return b->connections && b->last && b->odd_calls && b->heard && b->reasons && b->pairs &&
            mti_bytes_reserve(&b->shown, n * sizeof(mti_said) + MTI_MESSAGE_TEXT);
 }
 
