@@ -45,7 +45,11 @@ static inline void messages_enter(messages_call call) {
     pthread_mutex_unlock(&messages_gate.mutex);
 }
 
-static inline void *messages_malloc(size_t bytes) { return messages_no_memory() ? NULL : malloc(bytes); }
+/* Fresh memory is full of letters: a text that does not end runs on to the end of the memory. */
+static inline void *messages_malloc(size_t bytes) {
+    void *p = messages_no_memory() ? NULL : malloc(bytes);
+    return p ? memset(p, 'x', bytes) : NULL;
+}
 static inline void *messages_calloc(size_t n, size_t bytes) {
     messages_enter(MESSAGES_CALLOC);
     return messages_no_memory() ? NULL : calloc(n, bytes);
