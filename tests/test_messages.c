@@ -1367,7 +1367,7 @@ static void test_abandon(void **state) {
 
 /* ---- arbitrary bytes --------------------------------------------------------------------------------------------- */
 
-#define INPUTS 20000
+#define INPUTS 10000
 
 static void test_arbitrary_bytes(void **state) {
     uint64_t seed = 20260101;

@@ -362,7 +362,7 @@ static int mti_channel_connect(mti_channel *b, int fd, const mti_listener *liste
     for (i = 0; m.down && i <= m.children; i++) m.down[i].fd = -1;
     if (m.callers && m.down && m.polled) {
         if (m.rank > 0) mti_meeting_call(&m);
-        mti_meeting_gather(&m, end - MTI_CHANNEL_GRACE * depth);
+        mti_meeting_gather(&m, end - MTI_CHANNEL_GRACE * (depth < levels ? depth : levels));
         opened = mti_meeting_decide(&m, end + MTI_CHANNEL_GRACE * depth);
     }
     for (i = 0; m.callers && i < m.count; i++) mti_caller_close(&m.callers[i]);

@@ -243,7 +243,7 @@ static inline void messages_send_any(messages *m, messages_input *in, int line) 
 
 static inline int messages_size(messages_input *in) {
     unsigned n = messages_byte(in);
-    return n % 2 ? 2 + (int)(n / 2 % 8) : 34 + (int)(n / 2 % (MESSAGES_RANKS - 33));
+    return n % 8 ? 2 + (int)(n / 8 % 8) : 34 + (int)(n / 8 % (MESSAGES_RANKS - 33));
 }
 
 /* A channel of rank 0, or of another rank, to which the other ranks send what the input says. */
