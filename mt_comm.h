@@ -5865,7 +5865,7 @@ static void mti_channel_half(mti_channel *b, int from, int to, int sends, const 
         return;
     }
     if (mti_channel_has_left(b, peer)) mti_channel_decide_left(b, peer);
-    if (left >= 0 && !b->gone_at) mti_channel_end(b, left, MTI_END_LEFT);
+    if (left >= 0 && b->gone_at <= 0) mti_channel_end(b, left, MTI_END_LEFT);
     else if (b->waiting >= MTI_CHANNEL_AHEAD) mti_channel_end(b, b->rank, MTI_END_AHEAD);
     else if (!p || !mti_bytes_add(&p->waiting, said, sizeof *said)) mti_channel_end(b, b->rank, MTI_END_MEMORY);
     else {

@@ -884,7 +884,7 @@ static void crowd_end(crowd *c) {
 
 /* Rank `rank` makes a call, or says something else. */
 static void crowd_say(crowd *c, int rank, mti_message_kind kind, const mti_said *said, const char *text) {
-    mti_message m = message_of(kind, rank, said ? said->what : 0, text ? strlen(text) + 1 : 0);
+    mti_message m = message_of((int)kind, rank, said ? said->what : 0, text ? strlen(text) + 1 : 0);
     if (said) m.count = said->count;
     if (said) m.recvcount = said->recvcount;
     assert_true(mti_message_add(&c->peers[rank].channel->queue, &m, text));
