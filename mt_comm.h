@@ -200,8 +200,8 @@ typedef struct mt_comm mt_comm;       /* opaque */
 
 #define MT_ARENA_DEFAULT ((size_t)256 << 20)
 
-/* How NCCL adds, and which streams go first. A zero-initialised one means the defaults. Ignored on other devices than
-   MT_DEVICE_CUDA. */
+/* How NCCL adds, and which streams go first. A zero-initialised one means the defaults. Without effect on other
+   devices than MT_DEVICE_CUDA. */
 typedef struct mt_nccl_options {
     /* 1: NCCL adds in the same order in every run on the same machines: it does not use NVLS, the sums of NVSwitch, and
        gradients are no symmetric windows. The library sets NCCL_NVLS_ENABLE=0 in the environment, which NCCL reads once
@@ -830,8 +830,8 @@ MT_API int mt_overlap_is_planned(const mt_context *ctx); /* 1: on a GPU, or plan
    MT_ERR_ARGUMENT (no such stream). */
 MT_API mt_status mt_comm_split_for(mt_comm *comm, int color, int key, mt_stream stream, mt_comm **out);
 
-/* Returns the most multiprocessors that collectives with a pending ticket take, by these limits. mt_gemm then chooses
-   an algorithm for the others. 0: none, or NCCL has no limit. */
+/* Returns the most multiprocessors that the collectives of overlaps take by these limits, from mt_overlap_end until
+   mt_overlap_wait. mt_gemm then chooses an algorithm for the others. 0: none, or NCCL has no limit. */
 MT_API int mt_overlap_multiprocessors(const mt_context *ctx);
 
 /* ---- communicators over a transport of the program, for authors of transports (src/comm/transport.h) ------------- */
@@ -1939,7 +1939,7 @@ static mt_status mti_staging_open(mt_context *ctx) {
 
 /* Creates the streams and events of a context, after a check of the GPU's number. */
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
-    int devices = 0, major = 0, minor = 0, lowest, highest, second, third, i;
+    int devices = 0, major = 0, minor = 0, lowest, highest, normal = 0, second, third, i;
     ctx->ordinal = desc->ordinal;
     ctx->stream = desc->stream;
     MT_CUDA_TRY(ctx, cudaGetDeviceCount(&devices));
@@ -1956,8 +1956,9 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     }
     ctx->compute_stream = ctx->stream;
     MT_CUDA_TRY(ctx, cudaDeviceGetStreamPriorityRange(&lowest, &highest));
-    second = desc->nccl.second_is_normal ? lowest : highest;
-    third = desc->nccl.third_is_high ? highest : lowest;
+    MT_CUDA_TRY(ctx, cudaStreamGetPriority(ctx->compute_stream, &normal));
+    second = desc->nccl.second_is_normal ? normal : highest;
+    third = desc->nccl.third_is_high ? highest : normal;
     MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->second_stream, cudaStreamNonBlocking, second));
     MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->third_stream, cudaStreamNonBlocking, third));
     for (i = 0; i < MTI_EVENTS; i++)
@@ -3088,20 +3089,28 @@ static int mti_cuda_ends(struct CUstream_st *stream, double seconds) {
     return 1;
 }
 
-/* Waits for all streams, at most for the timeout of a communicator over NCCL. CUDA would wait without a timeout when
-   memory is freed. Returns 0 when a stream does not end: then nothing that it may use can be freed. */
-static int mti_cuda_quiet(mt_context *ctx) {
+/* Whether a collective has failed whose kernel may still be in a stream. */
+static int mti_cuda_has_failed(const mt_context *ctx) {
+    const mt_comm *comm = ctx->nccl;
+    while (comm && !(comm->nccl.busy && comm->nccl.broken)) comm = comm->nccl.next;
+    return comm != NULL;
+}
+
+/* Waits for all streams: as any other call, or, after a collective has failed, for `patience` seconds each. CUDA would
+   wait without a timeout when memory is freed. Returns 0 when a stream does not end: then nothing that it may use can be
+   freed. */
+static int mti_cuda_quiet(mt_context *ctx, double patience) {
     struct CUstream_st *streams[3], *before = ctx->stream;
-    int was_stuck = ctx->stuck, i;
-    if (ctx->recording) return 1; /* nothing of what is recorded runs */
-    ctx->stuck = 0;
+    int failed = ctx->stuck || mti_cuda_has_failed(ctx), i;
+    if (ctx->recording) return 1;    /* what the host then frees is the program's to know */
     streams[0] = ctx->second_stream; /* before the compute stream, which may wait for it */
     streams[1] = ctx->third_stream;
     streams[2] = ctx->compute_stream;
-    for (i = 0; i < 3 && !ctx->stuck; i++) {
+    for (i = 0, ctx->stuck = 0; i < 3 && !ctx->stuck; i++) {
         ctx->stream = streams[i];
-        if (!ctx->stream || (!was_stuck && mti_cuda_synchronize(ctx) == MT_SUCCESS)) continue;
-        ctx->stuck = !mti_cuda_ends(ctx->stream, was_stuck ? 0 : MTI_CUDA_PATIENCE);
+        if (!ctx->stream || (!failed && mti_cuda_synchronize(ctx) == MT_SUCCESS)) continue;
+        failed = 1;
+        ctx->stuck = !mti_cuda_ends(ctx->stream, patience);
     }
     ctx->stream = before;
     return !ctx->stuck;
@@ -3116,14 +3125,14 @@ static void mti_cuda_idle(mt_context *ctx) {
     mti_cuda_drop(ctx); /* the program has failed before mt_graph_end */
     mti_graph_forget(ctx);
     ctx->stream = ctx->compute_stream;
-    mti_cuda_quiet(ctx);
+    mti_cuda_quiet(ctx, MTI_CUDA_PATIENCE);
     mti_nccl_close(ctx);
 }
 
 /* Prepares to free ptr: waits for the streams, and deregisters the memory from NCCL. Returns 0 when the memory must
    stay. */
 static int mti_cuda_forget(mt_context *ctx, const void *ptr) {
-    if (mti_cuda_quiet(ctx)) {
+    if (mti_cuda_quiet(ctx, ctx->stuck ? 0 : MTI_CUDA_PATIENCE)) {
         mti_nccl_forget(ctx, NULL, ptr);
         return 1;
     }
@@ -3441,6 +3450,7 @@ MT_API mt_status mt_context_create_version(int version, mt_comm *world, const mt
 }
 
 static void mti_slot_destroy(mt_context *ctx, mti_slot_memory *slot) {
+    if (ctx->stuck) return; /* libraries wait for the GPU when their handles are destroyed */
     if (slot->destroy) (slot->destroy)(ctx, slot->memory);
     mt_host_free(slot->memory);
     slot->memory = NULL; /* mt_context_slot returns NULL while the lower slots are destroyed */
@@ -3450,6 +3460,8 @@ static void mti_slot_destroy(mt_context *ctx, mti_slot_memory *slot) {
 static void mti_context_close(mt_context *ctx) {
     int i;
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_idle(ctx);
+    if (ctx->stuck)
+        mt_log(ctx, MT_LOG_WARNING, "what the context has on the GPU is not freed: one of its streams does not end");
     for (i = MT_SLOT_COUNT; i-- > 0;) mti_slot_destroy(ctx, &ctx->slots[i]);
     if (ctx->hooks) ctx->hooks->close_device(ctx);
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_close(ctx);
@@ -7193,6 +7205,77 @@ static mt_status mti_channel_open(mt_context *ctx, mt_comm *comm, int fd, const 
 /* ---- the watchdog of calls over NCCL, and aborts (src/comm/nccl_watchdog.c) -------------------------------------- */
 
 #if MTI_NCCL
+/* -- aborts -- */
+
+/* Communicators of NCCL that are aborted together. NCCL first tells the kernels of a communicator to end, and then
+   waits for them. A kernel may have to wait for one of another communicator that is before it in the stream. So all
+   kernels are told first: aborts in one group of NCCL wait at the same time. Blocking and non-blocking communicators
+   cannot be in one group. */
+typedef struct mti_aborts {
+    int references; /* atomic: the thread and its caller */
+    int done;       /* atomic */
+    int ordinal, count, room;
+    struct ncclComm *handles[2]; /* of 2 * room; the openers are behind the others */
+} mti_aborts;
+
+#define MTI_ABORT_PATIENCE 2.0 /* seconds that a call waits for aborts: a kernel of the program's own may hang */
+
+/* Room for `comms` communicators. NULL: no memory. */
+static mti_aborts *mti_aborts_new(int comms, int ordinal) {
+    mti_aborts *a = (mti_aborts *)calloc(1, sizeof *a + 2 * (size_t)(comms - 1) * sizeof *a->handles);
+    if (!a) return NULL;
+    a->references = 2;
+    a->ordinal = ordinal;
+    a->room = comms;
+    return a;
+}
+
+/* Adds the handles of a communicator, either of which may be NULL. Without memory, aborts them at once. */
+static void mti_aborts_add(mti_aborts *a, struct ncclComm *handle, struct ncclComm *opener) {
+    if (a) {
+        a->handles[a->count] = handle;
+        a->handles[a->room + a->count++] = opener;
+        return;
+    }
+    ncclCommAbort(handle); /* NULL is allowed */
+    ncclCommAbort(opener);
+}
+
+static void mti_aborts_release(mti_aborts *a) {
+    if (__atomic_sub_fetch(&a->references, 1, __ATOMIC_ACQ_REL) == 0) free(a);
+}
+
+static void *mti_aborts_thread(void *argument) {
+    mti_aborts *a = (mti_aborts *)argument;
+    int openers, i;
+    if (cudaSetDevice(a->ordinal) != cudaSuccess) cudaGetLastError();
+    for (openers = 0; openers < 2; openers++) {
+        ncclGroupStart();
+        for (i = 0; i < a->count; i++) ncclCommAbort(a->handles[openers * a->room + i]);
+        ncclGroupEnd();
+    }
+    __atomic_store_n(&a->done, 1, __ATOMIC_RELEASE);
+    mti_aborts_release(a);
+    return NULL;
+}
+
+/* Aborts all of them, and waits until that is done. Where it takes too long, it goes on behind the program. */
+static void mti_aborts_run(mti_aborts *a) {
+    pthread_t thread;
+    mti_stopwatch watch = mti_stopwatch_start(MTI_ABORT_PATIENCE);
+    double waited = 0;
+    if (!a) return;
+    if (a->count == 0) {
+        free(a);
+        return;
+    }
+    if (mti_thread_start(&thread, mti_aborts_thread, a) == 0) pthread_detach(thread);
+    else mti_aborts_thread(a);
+    for (; !__atomic_load_n(&a->done, __ATOMIC_ACQUIRE) && waited < MTI_ABORT_PATIENCE; waited = mti_waited(&watch))
+        mti_rest(waited, 1e-3);
+    mti_aborts_release(a);
+}
+
 /* -- the watchdog -- */
 
 /* Owned by the communicators of one context, all of which belong to one thread: at most one call is inside NCCL. The
@@ -7224,13 +7307,15 @@ static void *mti_watchdog_run(void *argument) {
         double waited = w->inside ? mti_waited(&w->call) : 0,
                left = w->inside ? w->inside->nccl.timeout - waited : rest;
         if (left < 0 || (w->inside && mti_channel_is_decided(w->inside->nccl.channel))) {
-            ncclComm_t handle = w->inside->nccl.handle;
+            struct ncclComm *handle = w->inside->nccl.handle;
+            mti_aborts *aborts = mti_aborts_new(1, w->ordinal);
             w->inside = NULL;
             w->late = waited + 1e-9; /* more than 0 */
             /* An abort may wait for kernels of other communicators. The caller of the aborted call aborts those
                meanwhile, for which it needs the mutex. */
             pthread_mutex_unlock(&w->mutex);
-            ncclCommAbort(handle);
+            mti_aborts_add(aborts, handle, NULL);
+            mti_aborts_run(aborts);
             pthread_mutex_lock(&w->mutex);
             continue;
         }
@@ -7313,77 +7398,6 @@ static double mti_nccl_exit(mt_comm *comm) {
     if (late > 0) comm->nccl.handle = NULL;
     pthread_mutex_unlock(&w->mutex);
     return late;
-}
-
-/* -- aborts -- */
-
-/* Communicators of NCCL that are aborted together. NCCL first tells the kernels of a communicator to end, and then
-   waits for them. A kernel may have to wait for one of another communicator that is before it in the stream. So all
-   kernels are told first: aborts in one group of NCCL wait at the same time. Blocking and non-blocking communicators
-   cannot be in one group. */
-typedef struct mti_aborts {
-    int references; /* atomic: the thread and its caller */
-    int done;       /* atomic */
-    int ordinal, count, room;
-    struct ncclComm *handles[2]; /* of 2 * room; the openers are behind the others */
-} mti_aborts;
-
-#define MTI_ABORT_PATIENCE 2.0 /* seconds that a call waits for aborts: a kernel of the program's own may hang */
-
-/* Room for `comms` communicators. NULL: no memory. */
-static mti_aborts *mti_aborts_new(int comms, int ordinal) {
-    mti_aborts *a = (mti_aborts *)calloc(1, sizeof *a + 2 * (size_t)(comms - 1) * sizeof *a->handles);
-    if (!a) return NULL;
-    a->references = 2;
-    a->ordinal = ordinal;
-    a->room = comms;
-    return a;
-}
-
-/* Adds the handles of a communicator, either of which may be NULL. Without memory, aborts them at once. */
-static void mti_aborts_add(mti_aborts *a, struct ncclComm *handle, struct ncclComm *opener) {
-    if (a) {
-        a->handles[a->count] = handle;
-        a->handles[a->room + a->count++] = opener;
-        return;
-    }
-    ncclCommAbort(handle); /* NULL is allowed */
-    ncclCommAbort(opener);
-}
-
-static void mti_aborts_release(mti_aborts *a) {
-    if (__atomic_sub_fetch(&a->references, 1, __ATOMIC_ACQ_REL) == 0) free(a);
-}
-
-static void *mti_aborts_thread(void *argument) {
-    mti_aborts *a = (mti_aborts *)argument;
-    int openers, i;
-    if (cudaSetDevice(a->ordinal) != cudaSuccess) cudaGetLastError();
-    for (openers = 0; openers < 2; openers++) {
-        ncclGroupStart();
-        for (i = 0; i < a->count; i++) ncclCommAbort(a->handles[openers * a->room + i]);
-        ncclGroupEnd();
-    }
-    __atomic_store_n(&a->done, 1, __ATOMIC_RELEASE);
-    mti_aborts_release(a);
-    return NULL;
-}
-
-/* Aborts all of them, and waits until that is done. Where it takes too long, it goes on behind the program. */
-static void mti_aborts_run(mti_aborts *a) {
-    pthread_t thread;
-    mti_stopwatch watch = mti_stopwatch_start(MTI_ABORT_PATIENCE);
-    double waited = 0;
-    if (!a) return;
-    if (a->count == 0) {
-        free(a);
-        return;
-    }
-    if (mti_thread_start(&thread, mti_aborts_thread, a) == 0) pthread_detach(thread);
-    else mti_aborts_thread(a);
-    for (; !__atomic_load_n(&a->done, __ATOMIC_ACQUIRE) && waited < MTI_ABORT_PATIENCE; waited = mti_waited(&watch))
-        mti_rest(waited, 1e-3);
-    mti_aborts_release(a);
 }
 #endif
 
@@ -7735,13 +7749,17 @@ static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, s
 /* Deregisters memory, and waits until this is done. After an error the communicator is broken. Both handles are NULL
    when the GPU or the system does not support registration. */
 static void mti_window_end(mt_context *ctx, mti_window *w) {
-    struct ncclComm *handle = w->comm->nccl.broken ? NULL : w->comm->nccl.handle; /* an abort deregisters */
+    struct ncclComm *handle = w->comm->nccl.broken ? NULL : w->comm->nccl.handle;
     ncclResult_t result = ncclSuccess;
+    if (!handle) { /* an abort deregisters */
+        mt_host_free(w);
+        return;
+    }
     mti_nccl_enter(w->comm);
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
-    if (handle && w->window) result = ncclCommWindowDeregister(handle, w->window);
+    if (w->window) result = ncclCommWindowDeregister(handle, w->window);
 #endif
-    if (handle && w->buffer) result = ncclCommDeregister(handle, w->buffer);
+    if (w->buffer) result = ncclCommDeregister(handle, w->buffer);
     mti_nccl_settle(ctx, w->comm, result);
     mt_host_free(w);
 }
@@ -7798,12 +7816,14 @@ static void mti_nccl_destroy(mt_comm *comm) {
     mti_nccl *n = &comm->nccl;
     if (mti_is_forked(comm->process)) {
         mti_channel_abandon(comm);
+        mt_comm_destroy(n->twin);
         return;
     }
     if (cudaSetDevice(n->ordinal) != cudaSuccess) cudaGetLastError();
     if (n->home) {
         if (n->busy && !n->broken) mti_cuda_synchronize(n->home); /* an error is ignored: comm is destroyed */
-        if (n->recorded) mti_graphs_lose(n->home);                /* NCCL waits for the graphs that use comm to end */
+        if (n->busy && n->broken && !mti_cuda_ends(n->stream, 0)) n->home->stuck = 1;
+        if (n->recorded) mti_graphs_lose(n->home); /* NCCL waits for the graphs that use comm to end */
         mti_nccl_forget(n->home, comm, NULL);
         mti_nccl_unlink(n->home, comm);
     }
@@ -7820,7 +7840,7 @@ static void mti_nccl_destroy(mt_comm *comm) {
 
 /* Detaches all communicators from a context that is being destroyed. They can still be destroyed afterwards. */
 static void mti_nccl_close(mt_context *ctx) {
-    mti_nccl_forget(ctx, NULL, NULL);
+    if (!ctx->stuck) mti_nccl_forget(ctx, NULL, NULL);
     while (ctx->nccl) {
         ctx->nccl->nccl.home = NULL;
         ctx->nccl = ctx->nccl->nccl.next;
@@ -8078,11 +8098,22 @@ static mt_status mti_nccl_line_up(mt_context *ctx, mt_comm *comm) {
     return MT_SUCCESS;
 }
 
+/* This rank has failed to split comm: the others do not wait for it. */
+static void mti_nccl_leave_line(mt_context *ctx, mt_comm *comm) {
+    mti_text text;
+    if (!comm->nccl.twin) return;
+    text.used = 0;
+    mti_say(&text, "mt_comm_split of \"%s\": rank %d failed (%s)", comm->name, comm->rank, mt_last_error(ctx));
+    mti_break(comm->nccl.twin->group, MT_ERR_PEER, &text, MTI_ANY);
+}
+
 /* The same after a split of comm. The group of *out, which may be NULL, gets its twin. */
-static mt_status mti_nccl_line_up_split(mt_comm *comm, int color, int key, mt_comm *out) {
+static mt_status mti_nccl_line_up_split(mt_context *ctx, mt_comm *comm, int color, int key, mt_comm *out) {
     mt_comm *twin = comm->nccl.twin, *part = NULL;
+    mt_status status;
     if (!twin) return MT_SUCCESS;
-    MT_TRY((twin->transport->split)(twin, color < 0 ? -1 : color, key, &part));
+    status = (twin->transport->split)(twin, color < 0 ? -1 : color, key, &part);
+    if (status != MT_SUCCESS) return mti_refuse(ctx, comm, status, "%s", twin->error);
     if (out && out->nccl.home) out->nccl.twin = part;
     else mt_comm_destroy(part);
     return MT_SUCCESS;
@@ -8149,7 +8180,8 @@ static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out
     if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
     status = mti_nccl_members(ctx, comm, MTI_SPLIT, all);
     if (status == MT_SUCCESS) status = mti_nccl_divide(ctx, comm, color, all, name, out);
-    if (status == MT_SUCCESS) status = mti_nccl_line_up_split(comm, color, key, *out);
+    if (status == MT_SUCCESS) status = mti_nccl_line_up_split(ctx, comm, color, key, *out);
+    else mti_nccl_leave_line(ctx, comm);
     status = mti_nccl_finish(ctx, status, color, all, comm->size, listener, out);
     free(all);
     return status == MT_SUCCESS ? status : mt_comm_fail(comm, status, mt_last_error(ctx));
@@ -10714,8 +10746,7 @@ static mt_status mti_cuda_graph_launch(mt_context *ctx, const mti_call *call) {
 }
 
 static void mti_cuda_graph_destroy(mt_context *ctx, mt_graph *graph) {
-    if (mti_has_no_gpu(ctx)) return;
-    mti_cuda_synchronize(ctx);
+    if (mti_has_no_gpu(ctx) || !mti_cuda_quiet(ctx, ctx->stuck ? 0 : MTI_CUDA_PATIENCE)) return;
     if (graph->run && cudaGraphExecDestroy(graph->run) != cudaSuccess) cudaGetLastError();
 }
 #else

@@ -674,7 +674,8 @@ typedef struct mt_step_values {
 /* ---- GEMM: packed weights, for authors of layers (src/ops/gemm_packed.h) ----------------------------------------- */
 
 /* Creates cuBLASLt's handle and a workspace of 32 MiB on a GPU. Without this call, the first product creates them.
-   mt_params_create (mt_parallel.h) calls it for you. On other devices it does nothing. */
+   mt_params_create (mt_parallel.h) calls it for you. Products in an overlap have a workspace of their own: call this
+   function there, too, between mt_overlap_begin and mt_overlap_end. On other devices it does nothing. */
 MT_API mt_status mt_gemm_prepare(mt_context *ctx);
 
 /* mt_gemm_pack makes a packed copy of weight [out, in], for products x weight^T of inference. A GEMM library on a CPU

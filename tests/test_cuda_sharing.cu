@@ -517,14 +517,14 @@ static void count_warning(void *user, mt_log_level level, const char *message) {
     if (level == MT_LOG_WARNING && strstr(message, "is not freed: a stream")) ++*(int *)user;
 }
 
-/* The program's own communicator hangs, which the library does not abort: freeing memory does not wait for it, and a
-   split that hangs behind it is aborted as soon as the program aborts its own. */
+/* The program's own communicator hangs, which the library does not abort: freeing memory does not wait for it, neither
+   before the communicator is destroyed nor after. When the program has aborted it, memory is freed again. */
 static void test_frees_beside_a_communicator_that_hangs(void **state) {
     ncclComm_t callers[2];
     mt_context *ctx[2] = {NULL, NULL};
     mt_comm *comm[2] = {NULL, NULL};
     mt_context_desc where;
-    void *block;
+    void *block[2];
     int warnings = 0;
     (void)state;
     if (mt_device_count(MT_DEVICE_CUDA) < 2) skip();
@@ -540,7 +540,7 @@ static void test_frees_beside_a_communicator_that_hangs(void **state) {
         assert_int_equal(mt_context_create(NULL, &where, &ctx[r]), MT_SUCCESS);
         assert_int_equal(mt_comm_create_nccl(ctx[r], callers[r], SHORT, &comm[r]), MT_SUCCESS);
     }
-    assert_int_equal(mt_context_alloc(ctx[0], 4096, &block), MT_SUCCESS);
+    for (int i = 0; i < 2; i++) assert_int_equal(mt_context_alloc(ctx[0], 4096, &block[i]), MT_SUCCESS);
     for (int call = 0; call < 2; call++) { /* the first one connects the ranks, the second never arrives at rank 1 */
         if (call == 1) mte::nccl_silence(1, 0);
         assert_int_equal(ncclGroupStart(), ncclSuccess);
@@ -555,12 +555,14 @@ static void test_frees_beside_a_communicator_that_hangs(void **state) {
     comm[0]->nccl.busy = 1; /* as after a call of the library */
     comm[0]->nccl.stream = ctx[0]->stream;
     assert_int_equal(mt_context_synchronize(ctx[0]), MT_ERR_TIMEOUT);
-    mt_context_free(ctx[0], block, 4096);
+    mt_context_free(ctx[0], block[0], 4096);
     assert_int_equal(warnings, 1);
     for (int r = 0; r < 2; r++) mt_comm_destroy(comm[r]);
+    mt_context_free(ctx[0], block[1], 4096);
+    assert_int_equal(warnings, 2);
     for (int r = 0; r < 2; r++) ncclCommAbort(callers[r]);
     for (int r = 0; r < 2; r++) mt_context_destroy(ctx[r]);
-    assert_int_equal(warnings, 1);
+    assert_int_equal(warnings, 2);
     mte::nccl_reset_faults();
 }
 #endif

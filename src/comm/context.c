@@ -177,6 +177,7 @@ MT_API mt_status mt_context_create_version(int version, mt_comm *world, const mt
 }
 
 static void mti_slot_destroy(mt_context *ctx, mti_slot_memory *slot) {
+    if (ctx->stuck) return; /* libraries wait for the GPU when their handles are destroyed */
     if (slot->destroy) (slot->destroy)(ctx, slot->memory);
     mt_host_free(slot->memory);
     slot->memory = NULL; /* mt_context_slot returns NULL while the lower slots are destroyed */
@@ -186,6 +187,8 @@ static void mti_slot_destroy(mt_context *ctx, mti_slot_memory *slot) {
 static void mti_context_close(mt_context *ctx) {
     int i;
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_idle(ctx);
+    if (ctx->stuck)
+        mt_log(ctx, MT_LOG_WARNING, "what the context has on the GPU is not freed: one of its streams does not end");
     for (i = MT_SLOT_COUNT; i-- > 0;) mti_slot_destroy(ctx, &ctx->slots[i]);
     if (ctx->hooks) ctx->hooks->close_device(ctx);
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_close(ctx);

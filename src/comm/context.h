@@ -38,8 +38,8 @@ typedef struct mt_comm mt_comm;       /* opaque */
 
 #define MT_ARENA_DEFAULT ((size_t)256 << 20)
 
-/* How NCCL adds, and which streams go first. A zero-initialised one means the defaults. Ignored on other devices than
-   MT_DEVICE_CUDA. */
+/* How NCCL adds, and which streams go first. A zero-initialised one means the defaults. Without effect on other
+   devices than MT_DEVICE_CUDA. */
 typedef struct mt_nccl_options {
     /* 1: NCCL adds in the same order in every run on the same machines: it does not use NVLS, the sums of NVSwitch, and
        gradients are no symmetric windows. The library sets NCCL_NVLS_ENABLE=0 in the environment, which NCCL reads once

@@ -121,7 +121,7 @@ static mt_status mti_staging_open(mt_context *ctx) {
 
 /* Creates the streams and events of a context, after a check of the GPU's number. */
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
-    int devices = 0, major = 0, minor = 0, lowest, highest, second, third, i;
+    int devices = 0, major = 0, minor = 0, lowest, highest, normal = 0, second, third, i;
     ctx->ordinal = desc->ordinal;
     ctx->stream = desc->stream;
     MT_CUDA_TRY(ctx, cudaGetDeviceCount(&devices));
@@ -138,8 +138,9 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     }
     ctx->compute_stream = ctx->stream;
     MT_CUDA_TRY(ctx, cudaDeviceGetStreamPriorityRange(&lowest, &highest));
-    second = desc->nccl.second_is_normal ? lowest : highest;
-    third = desc->nccl.third_is_high ? highest : lowest;
+    MT_CUDA_TRY(ctx, cudaStreamGetPriority(ctx->compute_stream, &normal));
+    second = desc->nccl.second_is_normal ? normal : highest;
+    third = desc->nccl.third_is_high ? highest : normal;
     MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->second_stream, cudaStreamNonBlocking, second));
     MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->third_stream, cudaStreamNonBlocking, third));
     for (i = 0; i < MTI_EVENTS; i++)

@@ -19,20 +19,28 @@ static int mti_cuda_ends(struct CUstream_st *stream, double seconds) {
     return 1;
 }
 
-/* Waits for all streams, at most for the timeout of a communicator over NCCL. CUDA would wait without a timeout when
-   memory is freed. Returns 0 when a stream does not end: then nothing that it may use can be freed. */
-static int mti_cuda_quiet(mt_context *ctx) {
+/* Whether a collective has failed whose kernel may still be in a stream. */
+static int mti_cuda_has_failed(const mt_context *ctx) {
+    const mt_comm *comm = ctx->nccl;
+    while (comm && !(comm->nccl.busy && comm->nccl.broken)) comm = comm->nccl.next;
+    return comm != NULL;
+}
+
+/* Waits for all streams: as any other call, or, after a collective has failed, for `patience` seconds each. CUDA would
+   wait without a timeout when memory is freed. Returns 0 when a stream does not end: then nothing that it may use can be
+   freed. */
+static int mti_cuda_quiet(mt_context *ctx, double patience) {
     struct CUstream_st *streams[3], *before = ctx->stream;
-    int was_stuck = ctx->stuck, i;
-    if (ctx->recording) return 1; /* nothing of what is recorded runs */
-    ctx->stuck = 0;
+    int failed = ctx->stuck || mti_cuda_has_failed(ctx), i;
+    if (ctx->recording) return 1;    /* what the host then frees is the program's to know */
     streams[0] = ctx->second_stream; /* before the compute stream, which may wait for it */
     streams[1] = ctx->third_stream;
     streams[2] = ctx->compute_stream;
-    for (i = 0; i < 3 && !ctx->stuck; i++) {
+    for (i = 0, ctx->stuck = 0; i < 3 && !ctx->stuck; i++) {
         ctx->stream = streams[i];
-        if (!ctx->stream || (!was_stuck && mti_cuda_synchronize(ctx) == MT_SUCCESS)) continue;
-        ctx->stuck = !mti_cuda_ends(ctx->stream, was_stuck ? 0 : MTI_CUDA_PATIENCE);
+        if (!ctx->stream || (!failed && mti_cuda_synchronize(ctx) == MT_SUCCESS)) continue;
+        failed = 1;
+        ctx->stuck = !mti_cuda_ends(ctx->stream, patience);
     }
     ctx->stream = before;
     return !ctx->stuck;
@@ -47,14 +55,14 @@ static void mti_cuda_idle(mt_context *ctx) {
     mti_cuda_drop(ctx); /* the program has failed before mt_graph_end */
     mti_graph_forget(ctx);
     ctx->stream = ctx->compute_stream;
-    mti_cuda_quiet(ctx);
+    mti_cuda_quiet(ctx, MTI_CUDA_PATIENCE);
     mti_nccl_close(ctx);
 }
 
 /* Prepares to free ptr: waits for the streams, and deregisters the memory from NCCL. Returns 0 when the memory must
    stay. */
 static int mti_cuda_forget(mt_context *ctx, const void *ptr) {
-    if (mti_cuda_quiet(ctx)) {
+    if (mti_cuda_quiet(ctx, ctx->stuck ? 0 : MTI_CUDA_PATIENCE)) {
         mti_nccl_forget(ctx, NULL, ptr);
         return 1;
     }

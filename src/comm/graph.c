@@ -89,8 +89,7 @@ static mt_status mti_cuda_graph_launch(mt_context *ctx, const mti_call *call) {
 }
 
 static void mti_cuda_graph_destroy(mt_context *ctx, mt_graph *graph) {
-    if (mti_has_no_gpu(ctx)) return;
-    mti_cuda_synchronize(ctx);
+    if (mti_has_no_gpu(ctx) || !mti_cuda_quiet(ctx, ctx->stuck ? 0 : MTI_CUDA_PATIENCE)) return;
     if (graph->run && cudaGraphExecDestroy(graph->run) != cudaSuccess) cudaGetLastError();
 }
 #else

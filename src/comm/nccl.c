@@ -351,13 +351,17 @@ static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, s
 /* Deregisters memory, and waits until this is done. After an error the communicator is broken. Both handles are NULL
    when the GPU or the system does not support registration. */
 static void mti_window_end(mt_context *ctx, mti_window *w) {
-    struct ncclComm *handle = w->comm->nccl.broken ? NULL : w->comm->nccl.handle; /* an abort deregisters */
+    struct ncclComm *handle = w->comm->nccl.broken ? NULL : w->comm->nccl.handle;
     ncclResult_t result = ncclSuccess;
+    if (!handle) { /* an abort deregisters */
+        mt_host_free(w);
+        return;
+    }
     mti_nccl_enter(w->comm);
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
-    if (handle && w->window) result = ncclCommWindowDeregister(handle, w->window);
+    if (w->window) result = ncclCommWindowDeregister(handle, w->window);
 #endif
-    if (handle && w->buffer) result = ncclCommDeregister(handle, w->buffer);
+    if (w->buffer) result = ncclCommDeregister(handle, w->buffer);
     mti_nccl_settle(ctx, w->comm, result);
     mt_host_free(w);
 }
@@ -414,12 +418,14 @@ static void mti_nccl_destroy(mt_comm *comm) {
     mti_nccl *n = &comm->nccl;
     if (mti_is_forked(comm->process)) {
         mti_channel_abandon(comm);
+        mt_comm_destroy(n->twin);
         return;
     }
     if (cudaSetDevice(n->ordinal) != cudaSuccess) cudaGetLastError();
     if (n->home) {
         if (n->busy && !n->broken) mti_cuda_synchronize(n->home); /* an error is ignored: comm is destroyed */
-        if (n->recorded) mti_graphs_lose(n->home);                /* NCCL waits for the graphs that use comm to end */
+        if (n->busy && n->broken && !mti_cuda_ends(n->stream, 0)) n->home->stuck = 1;
+        if (n->recorded) mti_graphs_lose(n->home); /* NCCL waits for the graphs that use comm to end */
         mti_nccl_forget(n->home, comm, NULL);
         mti_nccl_unlink(n->home, comm);
     }
@@ -436,7 +442,7 @@ static void mti_nccl_destroy(mt_comm *comm) {
 
 /* Detaches all communicators from a context that is being destroyed. They can still be destroyed afterwards. */
 static void mti_nccl_close(mt_context *ctx) {
-    mti_nccl_forget(ctx, NULL, NULL);
+    if (!ctx->stuck) mti_nccl_forget(ctx, NULL, NULL);
     while (ctx->nccl) {
         ctx->nccl->nccl.home = NULL;
         ctx->nccl = ctx->nccl->nccl.next;
@@ -694,11 +700,22 @@ static mt_status mti_nccl_line_up(mt_context *ctx, mt_comm *comm) {
     return MT_SUCCESS;
 }
 
+/* This rank has failed to split comm: the others do not wait for it. */
+static void mti_nccl_leave_line(mt_context *ctx, mt_comm *comm) {
+    mti_text text;
+    if (!comm->nccl.twin) return;
+    text.used = 0;
+    mti_say(&text, "mt_comm_split of \"%s\": rank %d failed (%s)", comm->name, comm->rank, mt_last_error(ctx));
+    mti_break(comm->nccl.twin->group, MT_ERR_PEER, &text, MTI_ANY);
+}
+
 /* The same after a split of comm. The group of *out, which may be NULL, gets its twin. */
-static mt_status mti_nccl_line_up_split(mt_comm *comm, int color, int key, mt_comm *out) {
+static mt_status mti_nccl_line_up_split(mt_context *ctx, mt_comm *comm, int color, int key, mt_comm *out) {
     mt_comm *twin = comm->nccl.twin, *part = NULL;
+    mt_status status;
     if (!twin) return MT_SUCCESS;
-    MT_TRY((twin->transport->split)(twin, color < 0 ? -1 : color, key, &part));
+    status = (twin->transport->split)(twin, color < 0 ? -1 : color, key, &part);
+    if (status != MT_SUCCESS) return mti_refuse(ctx, comm, status, "%s", twin->error);
     if (out && out->nccl.home) out->nccl.twin = part;
     else mt_comm_destroy(part);
     return MT_SUCCESS;
@@ -765,7 +782,8 @@ static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out
     if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
     status = mti_nccl_members(ctx, comm, MTI_SPLIT, all);
     if (status == MT_SUCCESS) status = mti_nccl_divide(ctx, comm, color, all, name, out);
-    if (status == MT_SUCCESS) status = mti_nccl_line_up_split(comm, color, key, *out);
+    if (status == MT_SUCCESS) status = mti_nccl_line_up_split(ctx, comm, color, key, *out);
+    else mti_nccl_leave_line(ctx, comm);
     status = mti_nccl_finish(ctx, status, color, all, comm->size, listener, out);
     free(all);
     return status == MT_SUCCESS ? status : mt_comm_fail(comm, status, mt_last_error(ctx));

@@ -4,6 +4,77 @@
 #include "nccl_calls.c"
 
 #if MTI_NCCL
+/* -- aborts -- */
+
+/* Communicators of NCCL that are aborted together. NCCL first tells the kernels of a communicator to end, and then
+   waits for them. A kernel may have to wait for one of another communicator that is before it in the stream. So all
+   kernels are told first: aborts in one group of NCCL wait at the same time. Blocking and non-blocking communicators
+   cannot be in one group. */
+typedef struct mti_aborts {
+    int references; /* atomic: the thread and its caller */
+    int done;       /* atomic */
+    int ordinal, count, room;
+    struct ncclComm *handles[2]; /* of 2 * room; the openers are behind the others */
+} mti_aborts;
+
+#define MTI_ABORT_PATIENCE 2.0 /* seconds that a call waits for aborts: a kernel of the program's own may hang */
+
+/* Room for `comms` communicators. NULL: no memory. */
+static mti_aborts *mti_aborts_new(int comms, int ordinal) {
+    mti_aborts *a = (mti_aborts *)calloc(1, sizeof *a + 2 * (size_t)(comms - 1) * sizeof *a->handles);
+    if (!a) return NULL;
+    a->references = 2;
+    a->ordinal = ordinal;
+    a->room = comms;
+    return a;
+}
+
+/* Adds the handles of a communicator, either of which may be NULL. Without memory, aborts them at once. */
+static void mti_aborts_add(mti_aborts *a, struct ncclComm *handle, struct ncclComm *opener) {
+    if (a) {
+        a->handles[a->count] = handle;
+        a->handles[a->room + a->count++] = opener;
+        return;
+    }
+    ncclCommAbort(handle); /* NULL is allowed */
+    ncclCommAbort(opener);
+}
+
+static void mti_aborts_release(mti_aborts *a) {
+    if (__atomic_sub_fetch(&a->references, 1, __ATOMIC_ACQ_REL) == 0) free(a);
+}
+
+static void *mti_aborts_thread(void *argument) {
+    mti_aborts *a = (mti_aborts *)argument;
+    int openers, i;
+    if (cudaSetDevice(a->ordinal) != cudaSuccess) cudaGetLastError();
+    for (openers = 0; openers < 2; openers++) {
+        ncclGroupStart();
+        for (i = 0; i < a->count; i++) ncclCommAbort(a->handles[openers * a->room + i]);
+        ncclGroupEnd();
+    }
+    __atomic_store_n(&a->done, 1, __ATOMIC_RELEASE);
+    mti_aborts_release(a);
+    return NULL;
+}
+
+/* Aborts all of them, and waits until that is done. Where it takes too long, it goes on behind the program. */
+static void mti_aborts_run(mti_aborts *a) {
+    pthread_t thread;
+    mti_stopwatch watch = mti_stopwatch_start(MTI_ABORT_PATIENCE);
+    double waited = 0;
+    if (!a) return;
+    if (a->count == 0) {
+        free(a);
+        return;
+    }
+    if (mti_thread_start(&thread, mti_aborts_thread, a) == 0) pthread_detach(thread);
+    else mti_aborts_thread(a);
+    for (; !__atomic_load_n(&a->done, __ATOMIC_ACQUIRE) && waited < MTI_ABORT_PATIENCE; waited = mti_waited(&watch))
+        mti_rest(waited, 1e-3);
+    mti_aborts_release(a);
+}
+
 /* -- the watchdog -- */
 
 /* Owned by the communicators of one context, all of which belong to one thread: at most one call is inside NCCL. The
@@ -35,13 +106,15 @@ static void *mti_watchdog_run(void *argument) {
         double waited = w->inside ? mti_waited(&w->call) : 0,
                left = w->inside ? w->inside->nccl.timeout - waited : rest;
         if (left < 0 || (w->inside && mti_channel_is_decided(w->inside->nccl.channel))) {
-            ncclComm_t handle = w->inside->nccl.handle;
+            struct ncclComm *handle = w->inside->nccl.handle;
+            mti_aborts *aborts = mti_aborts_new(1, w->ordinal);
             w->inside = NULL;
             w->late = waited + 1e-9; /* more than 0 */
             /* An abort may wait for kernels of other communicators. The caller of the aborted call aborts those
                meanwhile, for which it needs the mutex. */
             pthread_mutex_unlock(&w->mutex);
-            ncclCommAbort(handle);
+            mti_aborts_add(aborts, handle, NULL);
+            mti_aborts_run(aborts);
             pthread_mutex_lock(&w->mutex);
             continue;
         }
@@ -124,76 +197,5 @@ static double mti_nccl_exit(mt_comm *comm) {
     if (late > 0) comm->nccl.handle = NULL;
     pthread_mutex_unlock(&w->mutex);
     return late;
-}
-
-/* -- aborts -- */
-
-/* Communicators of NCCL that are aborted together. NCCL first tells the kernels of a communicator to end, and then
-   waits for them. A kernel may have to wait for one of another communicator that is before it in the stream. So all
-   kernels are told first: aborts in one group of NCCL wait at the same time. Blocking and non-blocking communicators
-   cannot be in one group. */
-typedef struct mti_aborts {
-    int references; /* atomic: the thread and its caller */
-    int done;       /* atomic */
-    int ordinal, count, room;
-    struct ncclComm *handles[2]; /* of 2 * room; the openers are behind the others */
-} mti_aborts;
-
-#define MTI_ABORT_PATIENCE 2.0 /* seconds that a call waits for aborts: a kernel of the program's own may hang */
-
-/* Room for `comms` communicators. NULL: no memory. */
-static mti_aborts *mti_aborts_new(int comms, int ordinal) {
-    mti_aborts *a = (mti_aborts *)calloc(1, sizeof *a + 2 * (size_t)(comms - 1) * sizeof *a->handles);
-    if (!a) return NULL;
-    a->references = 2;
-    a->ordinal = ordinal;
-    a->room = comms;
-    return a;
-}
-
-/* Adds the handles of a communicator, either of which may be NULL. Without memory, aborts them at once. */
-static void mti_aborts_add(mti_aborts *a, struct ncclComm *handle, struct ncclComm *opener) {
-    if (a) {
-        a->handles[a->count] = handle;
-        a->handles[a->room + a->count++] = opener;
-        return;
-    }
-    ncclCommAbort(handle); /* NULL is allowed */
-    ncclCommAbort(opener);
-}
-
-static void mti_aborts_release(mti_aborts *a) {
-    if (__atomic_sub_fetch(&a->references, 1, __ATOMIC_ACQ_REL) == 0) free(a);
-}
-
-static void *mti_aborts_thread(void *argument) {
-    mti_aborts *a = (mti_aborts *)argument;
-    int openers, i;
-    if (cudaSetDevice(a->ordinal) != cudaSuccess) cudaGetLastError();
-    for (openers = 0; openers < 2; openers++) {
-        ncclGroupStart();
-        for (i = 0; i < a->count; i++) ncclCommAbort(a->handles[openers * a->room + i]);
-        ncclGroupEnd();
-    }
-    __atomic_store_n(&a->done, 1, __ATOMIC_RELEASE);
-    mti_aborts_release(a);
-    return NULL;
-}
-
-/* Aborts all of them, and waits until that is done. Where it takes too long, it goes on behind the program. */
-static void mti_aborts_run(mti_aborts *a) {
-    pthread_t thread;
-    mti_stopwatch watch = mti_stopwatch_start(MTI_ABORT_PATIENCE);
-    double waited = 0;
-    if (!a) return;
-    if (a->count == 0) {
-        free(a);
-        return;
-    }
-    if (mti_thread_start(&thread, mti_aborts_thread, a) == 0) pthread_detach(thread);
-    else mti_aborts_thread(a);
-    for (; !__atomic_load_n(&a->done, __ATOMIC_ACQUIRE) && waited < MTI_ABORT_PATIENCE; waited = mti_waited(&watch))
-        mti_rest(waited, 1e-3);
-    mti_aborts_release(a);
 }
 #endif

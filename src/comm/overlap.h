@@ -39,6 +39,6 @@ MT_API int mt_overlap_is_planned(const mt_context *ctx); /* 1: on a GPU, or plan
    MT_ERR_ARGUMENT (no such stream). */
 MT_API mt_status mt_comm_split_for(mt_comm *comm, int color, int key, mt_stream stream, mt_comm **out);
 
-/* Returns the most multiprocessors that collectives with a pending ticket take, by these limits. mt_gemm then chooses
-   an algorithm for the others. 0: none, or NCCL has no limit. */
+/* Returns the most multiprocessors that the collectives of overlaps take by these limits, from mt_overlap_end until
+   mt_overlap_wait. mt_gemm then chooses an algorithm for the others. 0: none, or NCCL has no limit. */
 MT_API int mt_overlap_multiprocessors(const mt_context *ctx);
