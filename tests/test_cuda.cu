@@ -1061,6 +1061,7 @@ static void test_gemm(void **state) {
         }
 }
 
+/* With the plain kernels, because rows of 16-bit outputs are not aligned. */
 static void attention(int64_t batch, int64_t seq, int64_t groups, int64_t per_group, int64_t dim, mt_mask mask,
                       int padded, float p, mt_qkv_layout qkv_layout) {
     mt_attention_desc s, on_gpu;
@@ -1077,7 +1078,7 @@ static void attention(int64_t batch, int64_t seq, int64_t groups, int64_t per_gr
     on_gpu.dropout.at = with_offset(s.dropout.at);
     if (padded) s.lengths = lengths, on_gpu.lengths = ids_on_gpu(lengths, batch);
     pair qkv = pair_noise(tokens, (heads + 2 * groups) * dim, wide, 1, 1.0f),
-         out = pair_new(tokens, heads * dim, dense);
+         out = pair_new(tokens, heads * dim, type == MT_F32 ? dense : odd);
     pair lse = pair_f32(heads, tokens), dout = pair_noise(tokens, heads * dim, odd, 2, 1.0f),
          dqkv = pair_new(tokens, (heads + 2 * groups) * dim, odd);
     pair table = pair_f32(seq, dim);
@@ -1218,7 +1219,7 @@ static void test_tiles_of_attention(void **state) {
                  {64, 64, 1, 1, 128, 0, 0, SEEN | SOFTCAP},
                  {130, 31, 1, 2, 32, 7, 1, 0},
                  {32, 129, 2, 2, 40, 33, 0, BIAS | DROP},
-                 {70, 0, 2, 1, 160, 9, 0, DOCUMENTS},
+                 {70, 0, 2, 2, 160, 9, 0, DOCUMENTS},
                  {17, 66, 1, 3, 129, 0, 1, DROP | SOFTCAP},
                  {70, 90, 1, 3, 72, 30, 1, 511 & ~(DOCUMENTS | BIAS)}};
     static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};

@@ -299,12 +299,12 @@ static void check_row(const config *c, const char *what, const float *row, const
 
 /* Whether the GPU computes a call on tensor cores, which round probabilities to 16 bits. */
 static bool on_tensor_cores(const config *c) {
-    return c->type != MT_F32 && c->seq > 8 && (c->dim == 64 || c->dim == 96 || c->dim == 128) && !c->alibi &&
-           c->offset == 0;
+    return c->type != MT_F32 && c->seq > 8 && c->dim % 8 == 0 && !c->alibi && c->offset == 0;
 }
 
 /* As in test_cuda_flash.cu: the errors of the probabilities and of the result are independent, so the error of a head's
-   vector, relative to the vector, is their root mean square, 0.6 unit roundoffs. 2 is allowed. */
+   vector, relative to the vector, is their root mean square, 0.6 unit roundoffs. 2 is allowed, and 3 for fewer than 64
+   numbers. */
 static void check_vector(const config *c, const float *row, const std::vector<double> &expected) {
     double error = 0, size = 0, bound;
     for (int64_t e = 0; e < c->dim; e++) {
@@ -312,7 +312,7 @@ static void check_vector(const config *c, const float *row, const std::vector<do
         error += (row[e] - y) * (row[e] - y);
         size += y * y;
     }
-    bound = 2 * unit_roundoff(c->type) * sqrt(size) + 4e-6 * sqrt((double)c->dim);
+    bound = (c->dim < 64 ? 3 : 2) * unit_roundoff(c->type) * sqrt(size) + 4e-6 * sqrt((double)c->dim);
     if (!(sqrt(error) <= bound))
         fail_msg("%s: a token is off by %g, %g is allowed, size %g", describe(c), sqrt(error), bound, sqrt(size));
 }
@@ -445,19 +445,20 @@ static void test_prompts(void **state) {
     check(c);
 }
 
-/* More queries than a tile of the kernel on tensor cores has, in all of its head sizes, also with a window or a cap. */
+/* More queries than a tile of the kernel on tensor cores has, in all of its head sizes, in some that it pads, and in
+   one that it does not run, also with a window or a cap. */
 static void test_long_prompts(void **state) {
-    const int64_t sizes[] = {64, 96, 128, 32};
+    const int64_t sizes[] = {64, 96, 128, 40, 80, 192, 256, 36};
     (void)state;
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < 12; i++) {
         config c;
-        c.dim = sizes[i % 4];
+        c.dim = sizes[i % 8];
         c.batch = 4, c.per_group = i % 2 ? 2 : 1, c.groups = i % 2 ? 1 : 2, c.seq = 140, c.max_seq = 300;
         c.held = {0, 77, 160, 299};
         c.added = {140, 129, 140, 1};
         c.layout = (mt_qkv_layout)(i % 3);
         c.rotary = HALVES;
-        c.type = i < 4 ? MT_BF16 : MT_F16;
+        c.type = i < 6 ? MT_BF16 : MT_F16;
         c.window = i % 3 == 1 ? 70 : 0;
         c.softcap = i % 3 == 2 ? 1.5f : 0.0f;
         check_with(c);

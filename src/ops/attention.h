@@ -122,10 +122,11 @@ typedef struct mt_attention_desc {
    backward: dq, dk and dv = the gradients of q, k and v, and desc->bias.grad (optional) += the gradient of the bias.
              It takes the out and lse of forward and computes the probabilities again. A query that sees no key adds
              nothing to the gradients.
-   Scratch memory grows linearly with seq. On GPUs from sm_80 on, bf16 and f16 with head_dim 64, 96 or 128 use tensor
-   cores, if nvcc compiled the program for such a GPU (-arch=native). They skip tiles of keys that no query of a block
-   sees, so a window or short documents make them faster. Other calls use a slower kernel without tensor cores, also
-   those with a kv_seq other than seq, or with alibi_slopes or bias: see docs/gpus.md.
+   Scratch memory grows linearly with seq. On GPUs from sm_80 on, bf16 and f16 with a head_dim that is a multiple of 8
+   use tensor cores, at the cost of the next of 64, 96, 128, 192 and 256, if nvcc compiled the program for such a GPU
+   (-arch=native). They skip tiles of keys that no query of a block sees, so a window or short documents make them
+   faster. Other calls use a slower kernel without tensor cores, also those with a kv_seq other than seq, or with
+   alibi_slopes or bias: see docs/gpus.md.
    On a CPU the threads of the context share the work (mt_context_desc.threads), each with scratch memory of its own.
    The bits do not depend on their number. In forward a thread gets some blocks of 96 queries of a head, in backward
    some groups of a sequence. One thread computes the groups that add to the same elements of dbias.

@@ -55,13 +55,21 @@ static mt_status mti_built_for(mt_context *ctx, int *arch) {
     return MT_SUCCESS;
 }
 
-/* Whether the tensor-core kernels of a head size can run a call. The maximum of the scores is taken before scale, so
-   scale must be positive. Positions are int, so seq is limited. */
+/* Returns the HeadDim of the tensor-core kernels for a call, which pad its heads with zeros to this size. 0: none has
+   it. Positions are int. */
+static int mti_flash_size(const mt_attention_desc *s) {
+    int64_t dim = s->head_dim;
+    if (dim % MTI_VECTOR != 0 || s->seq > INT_MAX / 2) return 0;
+    return dim <= 64 ? 64 : dim <= 96 ? 96 : dim <= 128 ? 128 : dim <= 192 ? 192 : dim <= 256 ? 256 : 0;
+}
+
+/* Whether the tensor-core kernels of a size can run a call. The maximum of the scores is taken before scale, so
+   scale must be positive. Sizes above 128 have only kernels with SPANS, so that nvcc has fewer of them to compile. */
 template <int HeadDim, bool SPANS> static int mti_flash_fits(const mti_attention *a, int capability, int built_for) {
     const mt_attention_desc *s = &a->desc;
     (void)capability; /* at least built_for */
-    return s->head_dim == HeadDim && built_for >= 80 && s->scores.scale > 0.0f && s->seq <= INT_MAX / 2 &&
-           mti_flash_needs_spans(s) == SPANS && mti_flash_fits_scores(s) && a->q.dtype != MT_F32 &&
+    return mti_flash_size(s) == HeadDim && built_for >= 80 && s->scores.scale > 0.0f &&
+           (HeadDim > 128 || mti_flash_needs_spans(s) == SPANS) && mti_flash_fits_scores(s) && a->q.dtype != MT_F32 &&
            mti_flash_fits_inputs(a) && mti_flash_fits_view(a, a->out) && mti_flash_fits_view(a, a->dout) &&
            mti_flash_fits_gradients(a);
 }
@@ -160,6 +168,8 @@ static const mti_attention_kernels mti_attention_table[] = {
     {"flash_64_spans", MTI_FLASH_KERNELS(64, true)},
     {"flash_96_spans", MTI_FLASH_KERNELS(96, true)},
     {"flash_128_spans", MTI_FLASH_KERNELS(128, true)},
+    {"flash_192", MTI_FLASH_KERNELS(192, true)},
+    {"flash_256", MTI_FLASH_KERNELS(256, true)},
     {"plain", mti_plain_fits, mti_plain_run_forward, mti_plain_run_backward}};
 #undef MTI_FLASH_KERNELS
 

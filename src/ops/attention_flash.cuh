@@ -38,13 +38,16 @@ struct mti_cached {
    mask hides from all of its rows. A warp skips those that the mask hides from all rows of the warp. Only tiles on an
    edge of the mask are masked element by element.
 
+   HeadDim of a kernel is a multiple of 32, and the features of a head may be fewer: a multiple of 8. Tiles have zeros
+   in the columns behind them, which add nothing to a product, and of the results only the features are stored.
+
    The kernels with SPANS = true also have a window, packed documents and a soft cap. Their blocks begin by computing
    the span [first, end) of each of their rows, the keys that a query sees or the queries that see a key, and keep the
    spans in shared memory. A block goes over the tiles from the first one that any of its rows sees to the last one. In
    each step a warp votes whether any of its rows sees any column of the tile, otherwise it skips the tile, and whether
    all of its rows see all columns, otherwise it masks the tile. So the work is proportional to the window, or to the
    sizes of the documents. The kernels with SPANS = false have only a causal mask and lengths, which need no memory. */
-#define MTI_FLASH_ROWS 128 /* rows of a block */
+#define MTI_FLASH_ROWS 128 /* rows of a block, but see mti_flash_back_rows */
 #define MTI_LOG2E 1.4426950408889634f
 
 struct mti_flash {
@@ -58,6 +61,7 @@ struct mti_flash {
     /* The forward kernel with CACHED only, where p.k and p.v are those of mt_kv_cache. */
     mti_cached cached;
 
+    __device__ int dim() const { return (int)p.s.head_dim; } /* at most HeadDim of the kernel, which pads the rest */
     __device__ int causal() const { return p.s.scores.mask == MT_MASK_CAUSAL; }
     /* Whether a query sees a key. A tile is hidden if its last query does not see its first key. Nothing in a tile is
        masked if its first query sees its last key. */
@@ -126,10 +130,10 @@ struct alignas(8) mti_flash_span {
 
 /* Writes the spans of the rows of a block: KEYS for queries, otherwise for keys. Rows behind the end of the sequence
    get the span of its last row, so that they do not make every tile one that must be masked. They are not stored. */
-template <bool KEYS, bool CACHED>
+template <bool KEYS, int Rows, bool CACHED>
 static __device__ __forceinline__ void mti_flash_find_spans(const mti_flash &f, mti_flash_span *spans, int first) {
     int64_t row = min((int64_t)first + threadIdx.x, f.p.s.seq - 1), b = blockIdx.z;
-    if (threadIdx.x >= MTI_FLASH_ROWS) return;
+    if (threadIdx.x >= Rows) return;
     mti_span all = CACHED ? f.cached_span(b, row) : KEYS ? f.p.keys(b, row) : f.p.queries(b, row);
     bool none = all.end <= all.first;
     spans[threadIdx.x].first = none ? INT_MAX : (int)all.first;
@@ -137,9 +141,10 @@ static __device__ __forceinline__ void mti_flash_find_spans(const mti_flash &f, 
 }
 
 /* Returns the columns that the rows of a block see together, from the beginning of a tile of Step columns on. */
-template <int Step> static __device__ __forceinline__ mti_flash_span mti_flash_block_span(const mti_flash_span *spans) {
+template <int Step, int Rows>
+static __device__ __forceinline__ mti_flash_span mti_flash_block_span(const mti_flash_span *spans) {
     mti_flash_span all = {INT_MAX, 0};
-    for (int r = (int)threadIdx.x & 31; r < MTI_FLASH_ROWS; r += 32)
+    for (int r = (int)threadIdx.x & 31; r < Rows; r += 32)
         all.first = min(all.first, spans[r].first), all.end = max(all.end, spans[r].end);
     MT_DEVICE_UNROLL
     for (int o = 16; o > 0; o >>= 1) {
@@ -152,12 +157,12 @@ template <int Step> static __device__ __forceinline__ mti_flash_span mti_flash_b
 
 /* Finds the spans of the rows of a block, and the columns of all of them as in mti_flash_block_span. The barrier
    separates writing the spans from reading them. */
-template <bool KEYS, int Step, bool CACHED = false>
+template <bool KEYS, int Step, int Rows, bool CACHED = false>
 static __device__ __forceinline__ void mti_flash_begin_spans(const mti_flash &f, mti_flash_span *spans, int first,
                                                              int *begin, int *end) {
-    mti_flash_find_spans<KEYS, CACHED>(f, spans, first);
+    mti_flash_find_spans<KEYS, Rows, CACHED>(f, spans, first);
     __syncthreads();
-    mti_flash_span all = mti_flash_block_span<Step>(spans);
+    mti_flash_span all = mti_flash_block_span<Step, Rows>(spans);
     *begin = all.first;
     *end = all.end;
 }
@@ -358,16 +363,16 @@ static __device__ __forceinline__ void mti_flash_softmax(float scale, float (&s)
     }
 }
 
-/* Writes out = acc / sum and lse = the log of the sum of exponentials, for the 32 rows of the warp from `row` on. For a
+/* Writes out = acc / sum and lse = the log of the sum of exponentials, for the rows of the warp from `row` on. For a
    row without keys, out = 0 and lse = -infinity. */
-template <int HeadDim, bool BF16>
-static __device__ __forceinline__ void mti_flash_finish(const mti_flash &f, float (&acc)[2][HeadDim / 8][4],
-                                                        const float (&top)[2][2], const float (&sum)[2][2], int row,
-                                                        uint16_t *tile) {
+template <int HeadDim, bool BF16, int RowTiles>
+static __device__ __forceinline__ void mti_flash_finish(const mti_flash &f, float (&acc)[RowTiles][HeadDim / 8][4],
+                                                        const float (&top)[RowTiles][2],
+                                                        const float (&sum)[RowTiles][2], int row, uint16_t *tile) {
     int64_t b = blockIdx.z, head = blockIdx.y;
     int lane = (int)threadIdx.x & 31;
     MT_DEVICE_UNROLL
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < RowTiles * 2; i++) {
         int m = i / 2, h = i % 2 * 2, r = row + m * 16 + i % 2 * 8 + lane / 4;
         float total = mti_quad_sum(sum[m][i % 2]), factor = total == 0.0f ? 0.0f : f.p.drop.scale / total;
         MT_DEVICE_UNROLL
@@ -376,14 +381,29 @@ static __device__ __forceinline__ void mti_flash_finish(const mti_flash &f, floa
             mti_put(f.p.lse, head, b * f.p.s.seq + r,
                     total == 0.0f ? -INFINITY : (top[m][i % 2] * f.scale + log2f(total)) / MTI_LOG2E);
     }
-    mti_tile_store<HeadDim, BF16>(acc, tile, f.out(f.p.out, b, row, head * HeadDim), f.p.out.ld, (int)f.p.s.seq - row);
+    mti_tile_store<HeadDim, BF16>(acc, tile, f.out(f.p.out, b, row, head * f.p.s.head_dim), f.p.out.ld, f.dim(),
+                                  (int)f.p.s.seq - row);
 }
 
 /* mti_flash_held, mti_flash_dq_held and mti_flash_dkv_held are the numbers of fragments of its own rows that a warp
    holds in registers: as many as fit beside the scores and the results without spilling, on every architecture. */
-#define MTI_FLASH_KEYS 64 /* keys of a tile of the forward kernel */
 template <int HeadDim, bool DROP, bool SPANS> static MT_HOST_DEVICE constexpr int mti_flash_held() {
-    return HeadDim == 64 ? 4 : HeadDim == 96 ? (DROP && SPANS ? 1 : 3) : 0;
+    return HeadDim == 256 ? 15 : HeadDim == 192 ? 12 : HeadDim == 64 ? 4 : HeadDim == 96 ? (DROP && SPANS ? 1 : 3) : 0;
+}
+
+/* Sizes of the forward kernel: the keys of a tile. A warp owns mti_flash_rows * 16 queries, also in dq. */
+template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_keys() {
+    return HeadDim == 256 ? 16 : HeadDim == 192 ? 32 : 64;
+}
+template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_rows() { return HeadDim > 128 ? 1 : 2; }
+template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_threads() {
+    return MTI_FLASH_ROWS / mti_flash_rows<HeadDim>() * 2;
+}
+
+/* Whether this call drops probabilities. Kernels with DROP = false never do. For HeadDim > 128 there are only kernels
+   with DROP = true, which ask, so that nvcc has fewer of them to compile. */
+template <int HeadDim, bool DROP> static __device__ __forceinline__ bool mti_flash_drops(const mti_flash &f) {
+    return DROP && (HeadDim <= 128 || f.p.drop.on);
 }
 
 /* A block owns 128 queries of a head, and each of its four warps owns 32 of them. Shared memory has q [128, HeadDim]
@@ -404,40 +424,48 @@ template <int HeadDim, bool DROP, bool SPANS> static MT_HOST_DEVICE constexpr in
    head size                      64    96   128
    mma per ldmatrix in the loop   4.0   3.6  3.2   (96 with dropout and SPANS: fewer)
    registers (sm_90)              226   255  255   (with SPANS: 245, 254, 255)
-   blocks of an SM, sm_80, sm_90  2     2    2     and with the 100 KiB of sm_86, sm_89, sm_120: 2, 1, 1 */
+   blocks of an SM, sm_80, sm_90  2     2    2     and with the 100 KiB of sm_86, sm_89, sm_120: 2, 1, 1
+
+   A warp owns 16 queries of 192 or 256 features, and a block has eight warps. Two products take a fragment of k or v
+   instead of four, so mma per ldmatrix is 2. Registers (sm_90): 242, 255. A multiprocessor runs one block. */
 template <int HeadDim, bool BF16, bool DROP, bool SPANS, bool CACHED = false>
-static __global__ void __launch_bounds__(128, 2) mti_flash_forward_kernel(mti_flash f) {
-    constexpr int Step = MTI_FLASH_KEYS, Tile = Step * HeadDim, Held = mti_flash_held<HeadDim, DROP, SPANS>();
+static __global__ void __launch_bounds__(mti_flash_threads<HeadDim>(), mti_flash_rows<HeadDim>())
+    mti_flash_forward_kernel(mti_flash f) {
+    constexpr int Step = mti_flash_keys<HeadDim>(), Tile = Step * HeadDim,
+                  Held = mti_flash_held<HeadDim, DROP, SPANS>(), RowTiles = mti_flash_rows<HeadDim>(),
+                  Threads = mti_flash_threads<HeadDim>();
     MT_DYN_SHARED(uint16_t, q);
-    int64_t b = blockIdx.z, head = blockIdx.y, ld = CACHED ? HeadDim : f.p.k.ld;
+    int64_t b = blockIdx.z, head = blockIdx.y, ld = CACHED ? f.p.s.head_dim : f.p.k.ld;
     int first = ((int)gridDim.x - 1 - (int)blockIdx.x) * MTI_FLASH_ROWS; /* blocks with the most keys start first */
-    int warp = (int)threadIdx.x / 32 * 32, row = first + warp;
+    int warp = (int)threadIdx.x / 32 * RowTiles * 16, row = first + warp;
     int begin = 0, keys = SPANS ? 0 : f.keys(b, first);
     const uint16_t *k = CACHED ? f.cached_keys(b, head) : f.in(f.p.k, b, f.p.k_col(head));
     uint16_t *own = q + warp * HeadDim, *tiles = q + MTI_FLASH_ROWS * HeadDim;
     mti_flash_span *spans = (mti_flash_span *)(tiles + 3 * Tile), *own_spans = spans + warp;
     int now = 0; /* k is at tiles + now, v in the next of the three tiles */
-    float s[2][Step / 8][4], acc[2][HeadDim / 8][4], top[2][2], sum[2][2] = {};
-    uint32_t x[HeadDim / 16][2][4], p[Step / 16][2][4] = {}, kept[2];
-    for (int i = 0; i < 4; i++) top[i / 2][i % 2] = -INFINITY;
+    float s[RowTiles][Step / 8][4], acc[RowTiles][HeadDim / 8][4], top[RowTiles][2], sum[RowTiles][2] = {};
+    uint32_t x[HeadDim / 16][RowTiles][4], p[Step / 16][RowTiles][4] = {}, kept[RowTiles];
+    for (int i = 0; i < RowTiles * 2; i++) top[i / 2][i % 2] = -INFINITY;
     mti_tile_zero(acc);
-    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 128>(q, f.in(f.p.q, b, f.p.q_col(head)), CACHED ? f.p.q.ld : f.p.k.ld,
-                                                 first, (int)f.p.s.seq);
-    if (SPANS) mti_flash_begin_spans<true, Step, CACHED>(f, spans, first, &begin, &keys);
-    mti_tile_fetch<Step, HeadDim, 128>(tiles, k, ld, begin, keys);
+    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, Threads>(q, f.in(f.p.q, b, f.p.q_col(head)), CACHED ? f.p.q.ld : f.p.k.ld,
+                                                     f.dim(), first, (int)f.p.s.seq);
+    if (SPANS) mti_flash_begin_spans<true, Step, MTI_FLASH_ROWS, CACHED>(f, spans, first, &begin, &keys);
+    mti_tile_fetch<Step, HeadDim, Threads>(tiles, k, ld, f.dim(), begin, keys);
     mti_cp_async_commit();
-    mti_tile_fetch<Step, HeadDim, 128>(tiles + Tile, k + f.p.value, ld, begin, keys);
+    mti_tile_fetch<Step, HeadDim, Threads>(tiles + Tile, k + f.p.value, ld, f.dim(), begin, keys);
     mti_cp_async_commit();
     mti_cp_async_wait<1>();
     __syncthreads(); /* q has arrived */
     mti_tile_hold<HeadDim, Held>(x, own);
     for (int key = begin; key < keys; key += Step) {
-        bool seen = SPANS ? mti_flash_meets<32>(own_spans, key, Step) : f.sees(row + 31, key, keys);
+        bool seen =
+            SPANS ? mti_flash_meets<RowTiles * 16>(own_spans, key, Step) : f.sees(row + RowTiles * 16 - 1, key, keys);
         uint16_t *k_tile = tiles + now, *v_tile = tiles + (now < 2 * Tile ? now + Tile : 0);
         int free_tile = now < Tile ? now + 2 * Tile : now - Tile;
+        int dim = SPANS && HeadDim == 128 ? mti_flash_again(f.dim()) : f.dim();
         mti_cp_async_wait<1>();
         __syncthreads(); /* k has arrived, and all warps have read the previous v */
-        if (key + Step < keys) mti_tile_fetch<Step, HeadDim, 128>(tiles + free_tile, k, ld, key + Step, keys);
+        if (key + Step < keys) mti_tile_fetch<Step, HeadDim, Threads>(tiles + free_tile, k, ld, dim, key + Step, keys);
         mti_cp_async_commit();
         if (seen) {
             mti_tile_scores<HeadDim, BF16, Held>(s, x, own, k_tile);
@@ -445,14 +473,14 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_forward_kernel(mti_fl
             else if (!f.sees(row, key + Step - 1, keys)) mti_flash_mask_rows(f, s, keys, row, key);
             mti_flash_softmax<SPANS>(f.scale, s, acc, top, sum);
             mti_tile_round<BF16>(p, s);
-            if (DROP) {
+            if (mti_flash_drops<HeadDim, DROP>(f)) {
                 mti_flash_kept_rows<Step / 8>(f, head, SPANS ? first + mti_flash_again(warp) : row, key, kept);
                 mti_flash_drop(p, kept);
             }
         }
         mti_cp_async_wait<1>();
         __syncthreads(); /* v has arrived, and all warps have read k */
-        if (key + Step < keys) mti_tile_fetch<Step, HeadDim, 128>(k_tile, k + f.p.value, ld, key + Step, keys);
+        if (key + Step < keys) mti_tile_fetch<Step, HeadDim, Threads>(k_tile, k + f.p.value, ld, dim, key + Step, keys);
         mti_cp_async_commit();
         if (seen) mti_tile_add_product<HeadDim, BF16>(acc, p, v_tile);
         now = free_tile;
@@ -483,30 +511,34 @@ static __global__ void __launch_bounds__(256) mti_flash_stats_kernel(mti_flash f
     f.delta[f.stat(b, head) + i] = sum;
 }
 
-#define MTI_FLASH_DQ_KEYS 32 /* keys of a tile of the dq kernel */
+/* Sizes of the dq kernel, and the rows of a block of the dq and dkv kernels. */
+template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dq_keys() { return HeadDim == 256 ? 16 : 32; }
+template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_back_rows() {
+    return HeadDim > 128 ? MTI_FLASH_ROWS / 2 : MTI_FLASH_ROWS;
+}
 template <int HeadDim, bool DROP, bool SPANS> static MT_HOST_DEVICE constexpr int mti_flash_dq_held() {
-    return HeadDim == 64 ? 3 : HeadDim == 96 && !DROP && !SPANS ? 1 : 0;
+    return HeadDim == 256 ? 5 : HeadDim == 192 ? 10 : HeadDim == 64 ? 3 : HeadDim == 96 && !DROP && !SPANS ? 1 : 0;
 }
 
 /* Starts copying a pair of tiles, k and v, and commits the copies as one group. */
 template <int HeadDim, int Step>
 static __device__ __forceinline__ void mti_flash_fetch_keys(uint16_t *pair, const uint16_t *k, const uint16_t *v,
-                                                            int64_t ld, int key, int length) {
-    mti_tile_fetch<Step, HeadDim, 128>(pair, k, ld, key, length);
-    mti_tile_fetch<Step, HeadDim, 128>(pair + Step * HeadDim, v, ld, key, length);
+                                                            int64_t ld, int dim, int key, int length) {
+    mti_tile_fetch<Step, HeadDim, 128>(pair, k, ld, dim, key, length);
+    mti_tile_fetch<Step, HeadDim, 128>(pair + Step * HeadDim, v, ld, dim, key, length);
     mti_cp_async_commit();
 }
 
 /* s = the gradient of the scores, p (D dp - delta), times the derivative of a soft cap. For a dropped element dp is 0
    already. The factor of the dropout D for the other elements, drop.scale, is applied here. lse and delta belong to the
    rows of the warp. They are read from shared memory in each step, because registers for them would be spilled. */
-template <bool CAPPED, int N8>
-static __device__ __forceinline__ void mti_flash_score_grads(const mti_flash &f, float (&s)[2][N8][4],
-                                                             const float (&dp)[2][N8][4], const float *lse,
+template <bool CAPPED, int RowTiles, int N8>
+static __device__ __forceinline__ void mti_flash_score_grads(const mti_flash &f, float (&s)[RowTiles][N8][4],
+                                                             const float (&dp)[RowTiles][N8][4], const float *lse,
                                                              const float *delta) {
     int lane = (int)threadIdx.x & 31;
     MT_DEVICE_UNROLL
-    for (int i = 0; i < 2 * N8 * 4; i++) {
+    for (int i = 0; i < RowTiles * N8 * 4; i++) {
         int m = i / 4 / N8, n = i / 4 % N8, e = i % 4, r = m * 16 + e / 2 * 8 + lane / 4;
         float slope = CAPPED ? mti_flash_cap_slope(s[m][n][e]) : 1.0f;
         s[m][n][e] = mti_ex2(s[m][n][e] * f.scale - lse[r]) * (dp[m][n][e] * f.p.drop.scale - delta[r]);
@@ -523,29 +555,34 @@ static __device__ __forceinline__ void mti_flash_score_grads(const mti_flash &f,
    mma per ldmatrix in the loop   3.4   2.6   2.4   (96 with dropout or SPANS: 2.4)
    registers (sm_90)              248   246   253   (with SPANS: 242, 244, 254)
    blocks of an SM, sm_90         2     2     2     sm_80: 2, 2, 1; sm_86, sm_89, sm_120: 2, 1, 1, with SPANS 1, 1, 1
- */
+
+   With 192 or 256 features a block owns 64 queries, and each of its warps owns 16 of them. mma per ldmatrix: 1.9, 1.4.
+   Blocks of an SM: 2 on sm_90, 1 on the others. */
 template <int HeadDim, bool BF16, bool DROP, bool SPANS>
 static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f) {
-    constexpr int Step = MTI_FLASH_DQ_KEYS, Held = mti_flash_dq_held<HeadDim, DROP, SPANS>();
+    constexpr int Step = mti_flash_dq_keys<HeadDim>(), Held = mti_flash_dq_held<HeadDim, DROP, SPANS>(),
+                  Rows = mti_flash_back_rows<HeadDim>(), RowTiles = mti_flash_rows<HeadDim>();
     MT_DYN_SHARED(uint16_t, q);
     int64_t b = blockIdx.z, head = blockIdx.y, ld = f.p.k.ld, seq = f.p.s.seq;
-    int first = ((int)gridDim.x - 1 - (int)blockIdx.x) * MTI_FLASH_ROWS;
-    int warp = (int)threadIdx.x / 32 * 32, row = first + warp, i = (int)threadIdx.x;
+    int first = ((int)gridDim.x - 1 - (int)blockIdx.x) * Rows;
+    int warp = (int)threadIdx.x / 32 * RowTiles * 16, row = first + warp, i = (int)threadIdx.x;
     int begin = 0, keys = SPANS ? 0 : f.keys(b, first);
     const uint16_t *k = f.in(f.p.k, b, f.p.k_col(head));
-    uint16_t *dout = q + MTI_FLASH_ROWS * HeadDim, *pairs = dout + MTI_FLASH_ROWS * HeadDim;
-    float *lse = (float *)(pairs + 4 * Step * HeadDim), *delta = lse + MTI_FLASH_ROWS;
-    mti_flash_span *spans = (mti_flash_span *)(delta + MTI_FLASH_ROWS);
+    uint16_t *dout = q + Rows * HeadDim, *pairs = dout + Rows * HeadDim;
+    float *lse = (float *)(pairs + 4 * Step * HeadDim), *delta = lse + Rows;
+    mti_flash_span *spans = (mti_flash_span *)(delta + Rows);
     int now = 0; /* the pair in use is at pairs + now, the other one at pairs + 2 * Step * HeadDim - now */
-    float s[2][Step / 8][4], dp[2][Step / 8][4], dq[2][HeadDim / 8][4];
-    uint32_t x[HeadDim / 16][2][4], y[HeadDim / 16][2][4], ds[Step / 16][2][4], kept[2];
+    float s[RowTiles][Step / 8][4], dp[RowTiles][Step / 8][4], dq[RowTiles][HeadDim / 8][4];
+    uint32_t x[HeadDim / 16][RowTiles][4], y[HeadDim / 16][RowTiles][4], ds[Step / 16][RowTiles][4], kept[RowTiles];
     mti_tile_zero(dq);
-    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 128>(q, f.in(f.p.q, b, f.p.q_col(head)), f.p.k.ld, first, (int)seq);
-    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 128>(dout, f.in(f.p.dout, b, head * HeadDim), f.p.dout.ld, first, (int)seq);
-    if (i < MTI_FLASH_ROWS / 2) /* 16 bytes of lse or delta */
-        mti_cp_async16(lse + i * 4, (i < 32 ? f.lse : f.delta) + f.stat(b, head) + first + i % 32 * 4, 16);
-    if (SPANS) mti_flash_begin_spans<true, Step>(f, spans, first, &begin, &keys);
-    mti_flash_fetch_keys<HeadDim, Step>(pairs, k, k + f.p.value, ld, begin, keys);
+    mti_tile_fetch<Rows, HeadDim, 128>(q, f.in(f.p.q, b, f.p.q_col(head)), f.p.k.ld, f.dim(), first, (int)seq);
+    mti_tile_fetch<Rows, HeadDim, 128>(dout, f.in(f.p.dout, b, head * f.p.s.head_dim), f.p.dout.ld, f.dim(), first,
+                                       (int)seq);
+    if (i < Rows / 2) /* 16 bytes of lse or delta */
+        mti_cp_async16(lse + i * 4, (i < Rows / 4 ? f.lse : f.delta) + f.stat(b, head) + first + i % (Rows / 4) * 4,
+                       16);
+    if (SPANS) mti_flash_begin_spans<true, Step, Rows>(f, spans, first, &begin, &keys);
+    mti_flash_fetch_keys<HeadDim, Step>(pairs, k, k + f.p.value, ld, f.dim(), begin, keys);
     mti_cp_async_wait<0>();
     __syncthreads(); /* q and dout have arrived */
     mti_tile_hold<HeadDim, Held>(x, q + warp * HeadDim);
@@ -554,12 +591,12 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f
         mti_cp_async_wait<0>();
         __syncthreads(); /* the pair has arrived, and all warps have read the other one */
         if (key + Step < keys)
-            mti_flash_fetch_keys<HeadDim, Step>(pairs + 2 * Step * HeadDim - now, k, k + f.p.value, ld, key + Step,
-                                                keys);
-        if (SPANS ? mti_flash_meets<32>(spans + (DROP ? warp : mti_flash_again(warp)), key, Step)
-                  : f.sees(row + 31, key, keys)) {
+            mti_flash_fetch_keys<HeadDim, Step>(pairs + 2 * Step * HeadDim - now, k, k + f.p.value, ld, f.dim(),
+                                                key + Step, keys);
+        if (SPANS ? mti_flash_meets<RowTiles * 16>(spans + (DROP ? warp : mti_flash_again(warp)), key, Step)
+                  : f.sees(row + RowTiles * 16 - 1, key, keys)) {
             mti_tile_scores<HeadDim, BF16, Held>(dp, y, dout + warp * HeadDim, pairs + now + Step * HeadDim);
-            if (DROP) {
+            if (mti_flash_drops<HeadDim, DROP>(f)) {
                 mti_flash_kept_rows<Step / 8>(f, head, SPANS ? first + mti_flash_again(warp) : row, key, kept);
                 mti_flash_drop(dp, kept);
             }
@@ -577,20 +614,25 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f
     __syncthreads();
     if (SPANS) row = first + mti_flash_again(warp), head = mti_flash_again((int)head);
     mti_tile_scale(dq, f.p.scale);
-    mti_tile_store<HeadDim, BF16>(dq, q + warp * HeadDim, f.out(f.p.dq, b, row, f.p.q_col(head)), f.p.dq.ld,
+    mti_tile_store<HeadDim, BF16>(dq, q + warp * HeadDim, f.out(f.p.dq, b, row, f.p.q_col(head)), f.p.dq.ld, f.dim(),
                                   (int)seq - row);
 }
 
 /* Sizes of the dkv kernel. queries: of a tile; part: the queries whose scores a warp computes at a time; rows: a warp
-   owns rows * 16 keys. */
-template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dkv_queries() { return HeadDim == 96 ? 64 : 32; }
-template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dkv_part() { return HeadDim == 64 ? 16 : 32; }
+   owns rows * 16 keys; split: of two warps that own the same keys, one computes dk and the other dv. */
+template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dkv_queries() {
+    return HeadDim == 256 ? 16 : HeadDim == 96 ? 64 : 32;
+}
+template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dkv_part() {
+    return HeadDim == 64 || HeadDim == 256 ? 16 : 32;
+}
 template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dkv_rows() { return HeadDim == 64 ? 2 : 1; }
+template <int HeadDim> static MT_HOST_DEVICE constexpr bool mti_flash_dkv_split() { return HeadDim > 128; }
 template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dkv_threads() {
     return MTI_FLASH_ROWS / mti_flash_dkv_rows<HeadDim>() * 2;
 }
 template <int HeadDim, bool DROP> static MT_HOST_DEVICE constexpr int mti_flash_dkv_held() {
-    return HeadDim == 64 ? (DROP ? 1 : 2) : HeadDim == 96 ? 6 : 3;
+    return HeadDim == 256 ? 4 : HeadDim == 192 ? 10 : HeadDim == 64 ? (DROP ? 1 : 2) : HeadDim == 128 ? 3 : 6;
 }
 
 /* The size of a set: the tiles of q and dout, and lse and delta of their rows. */
@@ -605,9 +647,9 @@ static __device__ __forceinline__ void mti_flash_fetch_queries(const mti_flash &
     constexpr int Step = mti_flash_dkv_queries<HeadDim>(), Threads = mti_flash_dkv_threads<HeadDim>();
     int64_t b = blockIdx.z;
     int seq = (int)f.p.s.seq, i = (int)threadIdx.x;
-    mti_tile_fetch<Step, HeadDim, Threads>(set, f.in(f.p.q, b, f.p.q_col(head)), f.p.k.ld, query, seq);
-    mti_tile_fetch<Step, HeadDim, Threads>(set + Step * HeadDim, f.in(f.p.dout, b, head * HeadDim), f.p.dout.ld, query,
-                                           seq);
+    mti_tile_fetch<Step, HeadDim, Threads>(set, f.in(f.p.q, b, f.p.q_col(head)), f.p.k.ld, f.dim(), query, seq);
+    mti_tile_fetch<Step, HeadDim, Threads>(set + Step * HeadDim, f.in(f.p.dout, b, head * f.p.s.head_dim), f.p.dout.ld,
+                                           f.dim(), query, seq);
     if (i < Step / 2) {
         const float *stats = (i < Step / 4 ? f.lse : f.delta) + f.stat(b, head) + query;
         mti_cp_async16((float *)(set + 2 * Step * HeadDim) + i * 4, stats + i % (Step / 4) * 4, 16);
@@ -640,7 +682,8 @@ template <int HeadDim> struct mti_flash_own {
     const uint16_t *k, *v;
     const mti_flash_span *spans;
     uint32_t held_k[HeadDim / 16][RowTiles][4], held_v[HeadDim / 16][RowTiles][4];
-    float dk[RowTiles][HeadDim / 8][4], dv[RowTiles][HeadDim / 8][4];
+    float sums[mti_flash_dkv_split<HeadDim>() ? 1 : 2][RowTiles][HeadDim / 8][4]; /* dk, dv */
+    bool values;                                                                  /* split: sums[0] is dv */
 };
 
 /* Adds what part of a set gives to dk and dv of the keys of a warp. q, dout, lse and delta belong to the part, whose
@@ -649,21 +692,25 @@ template <int HeadDim, bool BF16, bool DROP, bool SPANS>
 static __device__ __forceinline__ void mti_flash_dkv_add(const mti_flash &f, mti_flash_own<HeadDim> &own,
                                                          const uint16_t *q, const uint16_t *dout, const float *lse,
                                                          const float *delta, int head, int row, int query, int length) {
+    constexpr bool Split = mti_flash_dkv_split<HeadDim>();
+    constexpr int Last = Split ? 0 : 1;
     constexpr int Part = mti_flash_dkv_part<HeadDim>(), RowTiles = mti_flash_own<HeadDim>::RowTiles,
                   Held = mti_flash_dkv_held<HeadDim, DROP>();
     float s[RowTiles][Part / 8][4], dp[RowTiles][Part / 8][4];
     uint32_t p[Part / 16][RowTiles][4], ds[Part / 16][RowTiles][4];
-    uint32_t kept = DROP ? mti_flash_kept_columns<RowTiles, Part / 8>(f, head, row, query) : 0;
+    uint32_t kept =
+        mti_flash_drops<HeadDim, DROP>(f) ? mti_flash_kept_columns<RowTiles, Part / 8>(f, head, row, query) : ~0u;
     mti_tile_scores<HeadDim, BF16, Held>(s, own.held_k, own.k, q);
-    mti_tile_scores<HeadDim, BF16, Held>(dp, own.held_v, own.v, dout);
+    if (Split && own.values) mti_tile_zero(dp);
+    else mti_tile_scores<HeadDim, BF16, Held>(dp, own.held_v, own.v, dout);
     if (SPANS) mti_flash_cap_and_mask(f, s, own.spans, query);
     else if (!f.sees(query, row + RowTiles * 16 - 1, length)) mti_flash_mask_columns(f, s, length, row, query);
     if (SPANS && f.cap != 0.0f) mti_flash_pairs<DROP, true>(f, s, dp, lse, delta, kept);
     else mti_flash_pairs<DROP, false>(f, s, dp, lse, delta, kept);
-    mti_tile_round<BF16>(p, s);
-    mti_tile_add_product<HeadDim, BF16>(own.dv, p, dout);
-    mti_tile_round<BF16>(ds, dp);
-    mti_tile_add_product<HeadDim, BF16>(own.dk, ds, q);
+    if (!Split || own.values) mti_tile_round<BF16>(p, s);
+    if (!Split) mti_tile_add_product<HeadDim, BF16>(own.sums[Last], p, dout);
+    if (!Split || !own.values) mti_tile_round<BF16>(Split ? p : ds, dp);
+    mti_tile_add_product<HeadDim, BF16>(own.sums[0], Split ? p : ds, Split && own.values ? dout : q);
 }
 
 /* A block owns 128 keys of a group, and each of its warps owns 16 or 32 of them. Shared memory has k and v [128,
@@ -680,30 +727,35 @@ static __device__ __forceinline__ void mti_flash_dkv_add(const mti_flash &f, mti
    mma per ldmatrix in the loop   2.7   2.0   1.7   (64 with dropout: 2.3)
    registers (sm_90)              255   239   255   (with SPANS: 253, 244, 255)
    blocks of an SM                2     1     1     with 128, 256, 256 threads; 64 with SPANS on sm_86, sm_89, sm_120: 1
- */
+
+   With 192 or 256 features, dk and dv of 16 keys are too large for the registers of a warp. A block then owns 64 keys.
+   Four of its eight warps compute dk, with three products, and four dv, with two: the scores are computed twice. mma
+   per ldmatrix: 1.9, 1.4. A multiprocessor runs one block. */
 template <int HeadDim, bool BF16, bool DROP, bool SPANS>
 static __global__ void __launch_bounds__(mti_flash_dkv_threads<HeadDim>(), mti_flash_dkv_rows<HeadDim>())
     mti_flash_dkv_kernel(mti_flash f) {
     constexpr int Step = mti_flash_dkv_queries<HeadDim>(), Part = mti_flash_dkv_part<HeadDim>(),
-                  Threads = mti_flash_dkv_threads<HeadDim>(), Held = mti_flash_dkv_held<HeadDim, DROP>();
+                  Threads = mti_flash_dkv_threads<HeadDim>(), Held = mti_flash_dkv_held<HeadDim, DROP>(),
+                  Rows = mti_flash_back_rows<HeadDim>(), Own = mti_flash_own<HeadDim>::RowTiles * 16;
+    constexpr bool Split = mti_flash_dkv_split<HeadDim>();
     MT_DYN_SHARED(uint16_t, k);
     int64_t b = blockIdx.z, ld = f.p.k.ld, seq = f.p.s.seq, k_col = blockIdx.y * f.p.kv_step;
     int head = (int)(blockIdx.y * f.p.s.heads_per_group),
         heads = head + (int)f.p.s.heads_per_group; /* one past the last head */
-    int first = (int)blockIdx.x * MTI_FLASH_ROWS, length = (int)f.p.length(b), lane = (int)threadIdx.x % 32;
-    int warp = (int)threadIdx.x / 32 * mti_flash_dkv_rows<HeadDim>() * 16, row = first + warp;
+    int first = (int)blockIdx.x * Rows, length = (int)f.p.length(b), lane = (int)threadIdx.x % 32;
+    int warp = (int)threadIdx.x / 32 * Own % Rows, row = first + warp;
     int begin = !SPANS && f.causal() ? first : 0, end = SPANS ? 0 : (int)seq, query;
-    uint16_t *v = k + MTI_FLASH_ROWS * HeadDim, *sets = v + MTI_FLASH_ROWS * HeadDim;
+    uint16_t *v = k + Rows * HeadDim, *sets = v + Rows * HeadDim;
     mti_flash_span *spans = (mti_flash_span *)(sets + 2 * mti_flash_set<HeadDim>());
     int now = 0; /* the set in use is at sets + now, the other one at sets + mti_flash_set<HeadDim>() - now */
     mti_flash_own<HeadDim> own;
     own.k = k + warp * HeadDim, own.v = v + warp * HeadDim, own.spans = spans + warp;
-    mti_tile_zero(own.dk);
-    mti_tile_zero(own.dv);
-    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, Threads>(k, f.in(f.p.k, b, k_col), ld, first, length);
-    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, Threads>(v, f.in(f.p.k, b, k_col + f.p.value), ld, first, length);
+    own.values = (int)threadIdx.x / 32 * Own >= Rows;
+    for (int i = 0; i < (Split ? 1 : 2); i++) mti_tile_zero(own.sums[i]);
+    mti_tile_fetch<Rows, HeadDim, Threads>(k, f.in(f.p.k, b, k_col), ld, f.dim(), first, length);
+    mti_tile_fetch<Rows, HeadDim, Threads>(v, f.in(f.p.k, b, k_col + f.p.value), ld, f.dim(), first, length);
     mti_cp_async_commit();
-    if (SPANS) mti_flash_begin_spans<false, Step>(f, spans, first, &begin, &end);
+    if (SPANS) mti_flash_begin_spans<false, Step, Rows>(f, spans, first, &begin, &end);
     query = begin;
     mti_flash_fetch_queries<HeadDim>(f, sets, head, begin);
     mti_cp_async_wait<1>();
@@ -721,8 +773,7 @@ static __global__ void __launch_bounds__(mti_flash_dkv_threads<HeadDim>(), mti_f
         for (int i = 0; i < Step; i += Part) {
             const uint16_t *q = sets + now + i * HeadDim;
             const float *lse = (const float *)(sets + now + 2 * Step * HeadDim) + i + lane % 4 * 2;
-            if (SPANS ? mti_flash_meets<mti_flash_own<HeadDim>::RowTiles * 16>(own.spans, query + i, Part)
-                      : f.sees(query + i + Part - 1, row, length))
+            if (SPANS ? mti_flash_meets<Own>(own.spans, query + i, Part) : f.sees(query + i + Part - 1, row, length))
                 mti_flash_dkv_add<HeadDim, BF16, DROP, SPANS>(f, own, q, q + Step * HeadDim, lse, lse + Step, head, row,
                                                               query + i, length);
         }
@@ -731,26 +782,33 @@ static __global__ void __launch_bounds__(mti_flash_dkv_threads<HeadDim>(), mti_f
     }
     mti_cp_async_wait<0>();
     __syncthreads();
-    mti_tile_scale(own.dk, f.p.scale);
-    mti_tile_scale(own.dv, f.p.drop.scale);
-    mti_tile_store<HeadDim, BF16>(own.dk, k + warp * HeadDim, f.out(f.p.dk, b, row, k_col), f.p.dk.ld, (int)seq - row);
-    mti_tile_store<HeadDim, BF16>(own.dv, v + warp * HeadDim, f.out(f.p.dk, b, row, k_col + f.p.dvalue), f.p.dk.ld,
-                                  (int)seq - row);
+    MT_DEVICE_UNROLL
+    for (int i = 0; i < (Split ? 1 : 2); i++) {
+        bool values = Split ? own.values : i == 1;
+        float factor = f.p.scale;
+        if (values) factor = f.p.drop.scale;
+        mti_tile_scale(own.sums[i], factor);
+        mti_tile_store<HeadDim, BF16>(own.sums[i], (values ? v : k) + warp * HeadDim,
+                                      f.out(f.p.dk, b, row, k_col + (values ? f.p.dvalue : 0)), f.p.dk.ld, f.dim(),
+                                      (int)seq - row);
+    }
 }
 
 /* The shared memory of a block. */
-template <bool SPANS> static constexpr int mti_flash_span_bytes() {
-    return SPANS ? MTI_FLASH_ROWS * (int)sizeof(mti_flash_span) : 0;
+template <bool SPANS> static constexpr int mti_flash_span_bytes(int rows) {
+    return SPANS ? rows * (int)sizeof(mti_flash_span) : 0;
 }
 template <int HeadDim, bool SPANS> static constexpr int mti_flash_forward_bytes() {
-    return 2 * HeadDim * (MTI_FLASH_ROWS + 3 * MTI_FLASH_KEYS) + mti_flash_span_bytes<SPANS>();
+    return 2 * HeadDim * (MTI_FLASH_ROWS + 3 * mti_flash_keys<HeadDim>()) + mti_flash_span_bytes<SPANS>(MTI_FLASH_ROWS);
 }
 template <int HeadDim, bool SPANS> static constexpr int mti_flash_dq_bytes() {
-    return 2 * HeadDim * (2 * MTI_FLASH_ROWS + 4 * MTI_FLASH_DQ_KEYS) + 2 * MTI_FLASH_ROWS * (int)sizeof(float) +
-           mti_flash_span_bytes<SPANS>();
+    return 2 * HeadDim * (2 * mti_flash_back_rows<HeadDim>() + 4 * mti_flash_dq_keys<HeadDim>()) +
+           2 * mti_flash_back_rows<HeadDim>() * (int)sizeof(float) +
+           mti_flash_span_bytes<SPANS>(mti_flash_back_rows<HeadDim>());
 }
 template <int HeadDim, bool SPANS> static constexpr int mti_flash_dkv_bytes() {
-    return 2 * (2 * HeadDim * MTI_FLASH_ROWS + 2 * mti_flash_set<HeadDim>()) + mti_flash_span_bytes<SPANS>();
+    return 2 * (2 * HeadDim * mti_flash_back_rows<HeadDim>() + 2 * mti_flash_set<HeadDim>()) +
+           mti_flash_span_bytes<SPANS>(mti_flash_back_rows<HeadDim>());
 }
 
 /* Whether the three kernels fit in 99 KiB of shared memory, the limit of a block on sm_86, sm_89 and sm_120. */
@@ -758,11 +816,13 @@ template <int HeadDim> static constexpr bool mti_flash_is_small() {
     return mti_flash_forward_bytes<HeadDim, true>() <= 99 << 10 && mti_flash_dq_bytes<HeadDim, true>() <= 99 << 10 &&
            mti_flash_dkv_bytes<HeadDim, true>() <= 99 << 10;
 }
-static_assert(mti_flash_is_small<64>() && mti_flash_is_small<96>() && mti_flash_is_small<128>(), "shared memory");
+static_assert(mti_flash_is_small<64>() && mti_flash_is_small<96>() && mti_flash_is_small<128>() &&
+                  mti_flash_is_small<192>() && mti_flash_is_small<256>(),
+              "shared memory");
 
-static mt_status mti_flash_launch(const mti_attention *a, const char *name, void (*kernel)(mti_flash), int64_t heads,
-                                  unsigned threads, int bytes, const mti_flash &f) {
-    dim3 grid((unsigned)(f.pitch / MTI_FLASH_ROWS), (unsigned)heads, (unsigned)a->desc.batch);
+static mt_status mti_flash_launch(const mti_attention *a, const char *name, void (*kernel)(mti_flash), int64_t rows,
+                                  int64_t heads, unsigned threads, int bytes, const mti_flash &f) {
+    dim3 grid((unsigned)((a->desc.seq + rows - 1) / rows), (unsigned)heads, (unsigned)a->desc.batch);
     MT_CUDA_TRY(a->ctx, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     MT_LAUNCH_KERNEL(kernel, grid, threads, (size_t)bytes, mt_context_stream(a->ctx), f);
     return mt_cuda_launched(a->ctx, name);
@@ -776,28 +836,32 @@ static mti_flash mti_flash_of(const mti_attention *a) {
 }
 
 template <int HeadDim, bool SPANS> static mt_status mti_flash_run_forward(const mti_attention *a) {
+    constexpr bool Asks = HeadDim > 128; /* see mti_flash_drops */
     mti_flash f = mti_flash_of(a);
     void (*kernels[2][2])(mti_flash) = {
-        {mti_flash_forward_kernel<HeadDim, false, false, SPANS>, mti_flash_forward_kernel<HeadDim, false, true, SPANS>},
-        {mti_flash_forward_kernel<HeadDim, true, false, SPANS>, mti_flash_forward_kernel<HeadDim, true, true, SPANS>}};
+        {mti_flash_forward_kernel<HeadDim, false, Asks, SPANS>, mti_flash_forward_kernel<HeadDim, false, true, SPANS>},
+        {mti_flash_forward_kernel<HeadDim, true, Asks, SPANS>, mti_flash_forward_kernel<HeadDim, true, true, SPANS>}};
     MT_TRY(mt_cuda_enter(a->ctx));
-    return mti_flash_launch(a, "mt_attention_forward", kernels[a->q.dtype == MT_BF16][f.p.drop.on != 0],
-                            mti_attention_heads(&a->desc), 128, mti_flash_forward_bytes<HeadDim, SPANS>(), f);
+    return mti_flash_launch(a, "mt_attention_forward", kernels[a->q.dtype == MT_BF16][f.p.drop.on != 0], MTI_FLASH_ROWS,
+                            mti_attention_heads(&a->desc), mti_flash_threads<HeadDim>(),
+                            mti_flash_forward_bytes<HeadDim, SPANS>(), f);
 }
 
 /* mt_attention_backward releases the memory of lse and delta when it ends. */
 template <int HeadDim, bool SPANS> static mt_status mti_flash_run_backward(const mti_attention *a) {
+    constexpr int Rows = mti_flash_back_rows<HeadDim>();
     const mt_attention_desc *s = &a->desc;
     static const char *const name = "mt_attention_backward";
+    constexpr bool Asks = HeadDim > 128; /* see mti_flash_drops */
     mti_flash f = mti_flash_of(a);
     int64_t heads = mti_attention_heads(s), stats = s->batch * heads * f.pitch;
     int bf16 = a->q.dtype == MT_BF16, drop = f.p.drop.on != 0;
     void (*dq[2][2])(mti_flash) = {
-        {mti_flash_dq_kernel<HeadDim, false, false, SPANS>, mti_flash_dq_kernel<HeadDim, false, true, SPANS>},
-        {mti_flash_dq_kernel<HeadDim, true, false, SPANS>, mti_flash_dq_kernel<HeadDim, true, true, SPANS>}};
+        {mti_flash_dq_kernel<HeadDim, false, Asks, SPANS>, mti_flash_dq_kernel<HeadDim, false, true, SPANS>},
+        {mti_flash_dq_kernel<HeadDim, true, Asks, SPANS>, mti_flash_dq_kernel<HeadDim, true, true, SPANS>}};
     void (*dkv[2][2])(mti_flash) = {
-        {mti_flash_dkv_kernel<HeadDim, false, false, SPANS>, mti_flash_dkv_kernel<HeadDim, false, true, SPANS>},
-        {mti_flash_dkv_kernel<HeadDim, true, false, SPANS>, mti_flash_dkv_kernel<HeadDim, true, true, SPANS>}};
+        {mti_flash_dkv_kernel<HeadDim, false, Asks, SPANS>, mti_flash_dkv_kernel<HeadDim, false, true, SPANS>},
+        {mti_flash_dkv_kernel<HeadDim, true, Asks, SPANS>, mti_flash_dkv_kernel<HeadDim, true, true, SPANS>}};
     void *memory = NULL;
     MT_TRY(mt_arena_alloc(a->ctx, (size_t)(2 * stats) * sizeof(float), &memory));
     f.lse = (float *)memory;
@@ -806,8 +870,8 @@ template <int HeadDim, bool SPANS> static mt_status mti_flash_run_backward(const
     MT_LAUNCH_KERNEL(mti_flash_stats_kernel, dim3((unsigned)(f.pitch / 64), (unsigned)heads, (unsigned)s->batch), 256,
                      0, mt_context_stream(a->ctx), f);
     MT_TRY(mt_cuda_launched(a->ctx, name));
-    MT_TRY(mti_flash_launch(a, name, dq[bf16][drop], heads, 128, mti_flash_dq_bytes<HeadDim, SPANS>(), f));
-    return mti_flash_launch(a, name, dkv[bf16][drop], s->groups, mti_flash_dkv_threads<HeadDim>(),
+    MT_TRY(mti_flash_launch(a, name, dq[bf16][drop], Rows, heads, 128, mti_flash_dq_bytes<HeadDim, SPANS>(), f));
+    return mti_flash_launch(a, name, dkv[bf16][drop], Rows, s->groups, mti_flash_dkv_threads<HeadDim>(),
                             mti_flash_dkv_bytes<HeadDim, SPANS>(), f);
 }
 

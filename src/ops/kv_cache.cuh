@@ -455,15 +455,15 @@ template <int TYPE> static mt_status mti_split_attention(const mti_kv *kv, const
    with few tokens have too few rows for its tiles. */
 static int mti_kv_flash_fits(const mti_kv *kv, int type, int built_for) {
     const mt_attention_desc *s = &kv->desc;
-    return (s->head_dim == 64 || s->head_dim == 96 || s->head_dim == 128) && (type == MT_BF16 || type == MT_F16) &&
-           built_for >= 80 && s->seq > MTI_KV_FEW && s->scores.scale > 0.0f && mti_flash_fits_scores(s);
+    return mti_flash_size(s) > 0 && (type == MT_BF16 || type == MT_F16) && built_for >= 80 && s->seq > MTI_KV_FEW &&
+           s->scores.scale > 0.0f && mti_flash_fits_scores(s);
 }
 
 template <int HeadDim> static mt_status mti_kv_flash(const mti_attention *a, const mti_flash &f) {
     void (*kernel)(mti_flash) = a->q.dtype == MT_BF16 ? mti_flash_forward_kernel<HeadDim, true, false, true, true>
                                                       : mti_flash_forward_kernel<HeadDim, false, false, true, true>;
-    return mti_flash_launch(a, "mt_kv_cache_attention", kernel, mti_attention_heads(&a->desc), 128,
-                            mti_flash_forward_bytes<HeadDim, true>(), f);
+    return mti_flash_launch(a, "mt_kv_cache_attention", kernel, MTI_FLASH_ROWS, mti_attention_heads(&a->desc),
+                            mti_flash_threads<HeadDim>(), mti_flash_forward_bytes<HeadDim, true>(), f);
 }
 
 static mt_status mti_kv_run_flash(const mti_kv *kv) {
@@ -474,8 +474,13 @@ static mt_status mti_kv_run_flash(const mti_kv *kv) {
     f = mti_flash_of(&a);
     f.cached = mti_cached_of(kv);
     MT_TRY(mt_cuda_enter(kv->ctx));
-    if (kv->desc.head_dim == 64) return mti_kv_flash<64>(&a, f);
-    return kv->desc.head_dim == 96 ? mti_kv_flash<96>(&a, f) : mti_kv_flash<128>(&a, f);
+    switch (mti_flash_size(&kv->desc)) {
+    case 64: return mti_kv_flash<64>(&a, f);
+    case 96: return mti_kv_flash<96>(&a, f);
+    case 128: return mti_kv_flash<128>(&a, f);
+    case 192: return mti_kv_flash<192>(&a, f);
+    default: return mti_kv_flash<256>(&a, f);
+    }
 }
 
 static mt_status mti_cuda_kv_cache_attention(const mti_kv *kv) {

@@ -19,7 +19,8 @@ template <int HeadDim> static __device__ __forceinline__ int mti_tile_at(int row
 /* Returns the offset of the vector that is `vector` vectors after the one at `at`. `vector` is even, and at =
    mti_tile_at(row, 0 or 1). Most of this is computed at compile time. */
 template <int HeadDim> static __device__ __forceinline__ int mti_tile_on(int at, int vector) {
-    return HeadDim % 64 == 0 ? at ^ (vector * 8) : (at ^ (vector % 4 * 8)) + vector / 4 * 32;
+    if ((HeadDim & (HeadDim - 1)) == 0) return at ^ (vector * 8);
+    return HeadDim % 64 == 0 ? (at ^ (vector % 8 * 8)) + vector / 8 * 64 : (at ^ (vector % 4 * 8)) + vector / 4 * 32;
 }
 
 /* The number of neighbouring threads that move a row together, one vector each. When a row is divided into groups of
@@ -28,22 +29,26 @@ template <int HeadDim> static __device__ __forceinline__ constexpr int mti_tile_
     return HeadDim % 64 == 0 ? 8 : 4;
 }
 
-/* The THREADS threads of a block together start copying rows [first, first + ROWS) of a matrix to a tile. Rows from
-   `end` on become 0. The caller commits, waits and synchronises. */
+/* The THREADS threads of a block together start copying rows [first, first + ROWS) of a matrix with `dim` columns to a
+   tile. dim is a multiple of 8. Columns from dim on and rows from `end` on become 0, and are not read. Of the vectors
+   that a thread copies of a row, only the last one can be behind dim. The caller commits, waits and synchronises. */
 template <int ROWS, int HeadDim, int THREADS>
-static __device__ __forceinline__ void mti_tile_fetch(uint16_t *tile, const uint16_t *from, int64_t ld, int first,
-                                                      int end) {
-    constexpr int across = mti_tile_across<HeadDim>(), down = THREADS / across;
+static __device__ __forceinline__ void mti_tile_fetch(uint16_t *tile, const uint16_t *from, int64_t ld, int dim,
+                                                      int first, int end) {
+    constexpr int least = mti_tile_across<HeadDim>(), across = THREADS / least > ROWS ? THREADS / ROWS : least;
+    constexpr int down = THREADS / across, last = HeadDim / 8 - across;
     static_assert(ROWS % down == 0 && down % 8 == 0, "every thread copies as much, at the same swizzle");
     int row = (int)threadIdx.x / across, vector = (int)threadIdx.x % across;
+    int last_end = (last + vector) * 8 < dim ? end : 0;
     tile += mti_tile_at<HeadDim>(row, vector);
     row += first;
     from += row * ld + vector * 8;
     MT_DEVICE_UNROLL
-    for (int r = 0; r < ROWS; r += down) {
+    for (int c = 0; c < HeadDim / 8; c += across) {
         MT_DEVICE_UNROLL
-        for (int c = 0; c < HeadDim / 8; c += across)
-            mti_cp_async16(tile + r * HeadDim + c * 8, from + r * ld + c * 8, row + r < end ? 16 : 0);
+        for (int r = 0; r < ROWS; r += down)
+            mti_cp_async16(tile + r * HeadDim + c * 8, from + r * ld + c * 8,
+                           row + r < (c < last ? end : last_end) ? 16 : 0);
     }
 }
 
@@ -158,12 +163,14 @@ static __device__ __forceinline__ void mti_tile_add_product(float (&acc)[RowTile
     }
 }
 
-/* Stores the first `rows` rows of acc in global memory, 16 bytes at a time. The values go through a tile [RowTiles *
-   16, HeadDim] that only this warp uses. The barrier of the warp separates writing the tile from reading it. */
+/* Stores the first `rows` rows and `dim` columns of acc in global memory, 16 bytes at a time. The values go through a
+   tile [RowTiles * 16, HeadDim] that only this warp uses. The barrier of the warp separates writing the tile from
+   reading it. */
 template <int HeadDim, bool BF16, int RowTiles>
 static __device__ __forceinline__ void mti_tile_store(const float (&acc)[RowTiles][HeadDim / 8][4], uint16_t *tile,
-                                                      uint16_t *to, int64_t ld, int rows) {
-    int lane = (int)threadIdx.x & 31, across = mti_tile_across<HeadDim>();
+                                                      uint16_t *to, int64_t ld, int dim, int rows) {
+    constexpr int across = mti_tile_across<HeadDim>();
+    int lane = (int)threadIdx.x & 31;
     MT_DEVICE_UNROLL
     for (int i = 0; i < RowTiles * HeadDim / 4; i++) { /* half 2 m is rows m * 16 + lane / 4, half 2 m + 1 is 8 below */
         int n = i % (HeadDim / 8), half = i / (HeadDim / 8);
@@ -172,9 +179,14 @@ static __device__ __forceinline__ void mti_tile_store(const float (&acc)[RowTile
             mti_round_pair<BF16>(pair[0], pair[1]);
     }
     __syncwarp();
-    for (int row = lane / across; row < RowTiles * 16 && row < rows; row += 32 / across)
-        for (int c = lane % across; c < HeadDim / 8; c += across)
-            *(mti_words *)(to + row * ld + c * 8) = *(const mti_words *)(tile + mti_tile_at<HeadDim>(row, c));
+    for (int row = lane / across; row < RowTiles * 16 && row < rows; row += 32 / across) {
+        MT_DEVICE_UNROLL
+        for (int i = 0; i < HeadDim / 8; i += across) {
+            int c = i + lane % across;
+            if (c < dim / 8)
+                *(mti_words *)(to + row * ld + c * 8) = *(const mti_words *)(tile + mti_tile_at<HeadDim>(row, c));
+        }
+    }
 }
 
 } /* extern "C++" */

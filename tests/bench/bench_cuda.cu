@@ -736,6 +736,7 @@ static void item_attention() {
     int64_t seq = opt.tiny ? 33 : 2048;
     for (int64_t head_dim : {128, 96, 64})
         for (mt_mask mask : {MT_MASK_CAUSAL, MT_MASK_BIDIRECTIONAL}) attention_rows(MT_BF16, seq, head_dim, 1, mask);
+    for (int64_t head_dim : {256, 192, 80}) attention_rows(MT_BF16, seq, head_dim, 1, MT_MASK_CAUSAL);
     attention_rows(MT_F16, seq, 128, 1, MT_MASK_CAUSAL);
     attention_rows(MT_BF16, seq, 128, opt.tiny ? 2 : 4, MT_MASK_CAUSAL);
 }
@@ -748,9 +749,9 @@ static void item_attention_lengths() {
     attention_rows(MT_BF16, opt.tiny ? 20 : 8192, 128, 1, MT_MASK_BIDIRECTIONAL);
 }
 
-/* The kernels without tensor cores, which run other head sizes and f32. */
+/* The kernels without tensor cores, which run f32, and head sizes that are no multiple of 8. */
 static void item_attention_plain() {
-    attention_rows(MT_BF16, opt.tiny ? 20 : 1024, 80, 1, MT_MASK_CAUSAL);
+    attention_rows(MT_BF16, opt.tiny ? 20 : 1024, 84, 1, MT_MASK_CAUSAL);
     attention_rows(MT_F32, opt.tiny ? 20 : 1024, 64, 1, MT_MASK_CAUSAL);
 }
 
