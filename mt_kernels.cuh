@@ -9934,17 +9934,54 @@ struct mti_cached {
 #define MTI_FLASH_ROWS 128 /* rows of a block, but see mti_flash_back_rows */
 #define MTI_LOG2E 1.4426950408889634f
 
+/* The blocks of a launch start in the order of a grid (heads of a section, blocks of rows, sections): a GPU counts x up
+   first, then y, then z. A section has `width` heads of one sequence, and `sections` sections are a sequence. Within a
+   section, the y-th blocks of rows of all its heads start before the next ones of any head. The blocks of queries are
+   counted from the last one, those of keys from the first one: under a causal mask the blocks with the most work start
+   first, and no long block is left for the end. */
+struct mti_flash_place {
+    unsigned head, sequence;
+};
+static MT_HOST_DEVICE mti_flash_place mti_flash_place_of(unsigned x, unsigned z, unsigned width, unsigned sections) {
+    mti_flash_place place = {z % sections * width + x, z / sections};
+    return place;
+}
+
+/* Returns the heads of a section: as many of `heads` as divide them and together read at most MTI_FLASH_SECTION bytes
+   in their loops, each of them `bytes`. Otherwise the blocks of a head that run at the same time would not find in the
+   L2 cache what they read one after the other. A section has at least one head, and all heads if there would be more
+   sections than a grid may have. */
+#define MTI_FLASH_SECTION ((int64_t)32 << 20)
+#define MTI_FLASH_GRID 65535
+static int64_t mti_flash_section(int64_t heads, int64_t batch, int64_t bytes) {
+    int64_t width = mt_max(1, mt_min(heads, MTI_FLASH_SECTION / mt_max(bytes, 1)));
+    while (heads % width != 0) width--;
+    return heads / width * batch > MTI_FLASH_GRID ? heads : width;
+}
+
+/* Returns x, a number that all lanes of the warp have in common. The compiler does not know that a shuffle returns the
+   same number, so it computes what follows from it again, and keeps no registers for that. Kernels that would spill use
+   it behind their loop, or in a branch of the loop. */
+static __device__ __forceinline__ int mti_flash_again(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
 struct mti_flash {
     mti_plain p;
     float scale; /* p.scale / ln 2 */
     /* Backward only, both [batch, heads, pitch]. lse: lse / ln 2, which is infinite for a row without keys. delta:
        rowsum(dout * out). */
     float *lse, *delta;
-    int64_t pitch; /* seq, rounded up to whole blocks */
-    float cap;     /* with a soft cap c: p.scale / c, and scale is c / ln 2; see mti_flash_cap. 0: none */
+    int64_t pitch;     /* seq, rounded up to whole blocks */
+    float cap;         /* with a soft cap c: p.scale / c, and scale is c / ln 2; see mti_flash_cap. 0: none */
+    unsigned sections; /* of a sequence, see mti_flash_place */
     /* The forward kernel with CACHED only, where p.k and p.v are those of mt_kv_cache. */
     mti_cached cached;
 
+    /* the sequence of this block, and its query head or, in dkv, its group */
+    __device__ mti_flash_place place(unsigned z) const {
+        return mti_flash_place_of(blockIdx.x, z, gridDim.x, sections);
+    }
+    __device__ mti_flash_place place() const { return place(blockIdx.z); }
+    __device__ mti_flash_place place_again() const { return place((unsigned)mti_flash_again((int)blockIdx.z)); }
     __device__ int dim() const { return (int)p.s.head_dim; } /* at most HeadDim of the kernel, which pads the rest */
     __device__ int causal() const { return p.s.scores.mask == MT_MASK_CAUSAL; }
     /* Whether a query sees a key. A tile is hidden if its last query does not see its first key. Nothing in a tile is
@@ -10016,7 +10053,7 @@ struct alignas(8) mti_flash_span {
    get the span of its last row, so that they do not make every tile one that must be masked. They are not stored. */
 template <bool KEYS, int Rows, bool CACHED>
 static __device__ __forceinline__ void mti_flash_find_spans(const mti_flash &f, mti_flash_span *spans, int first) {
-    int64_t row = min((int64_t)first + threadIdx.x, f.p.s.seq - 1), b = blockIdx.z;
+    int64_t row = min((int64_t)first + threadIdx.x, f.p.s.seq - 1), b = f.place().sequence;
     if (threadIdx.x >= Rows) return;
     mti_span all = CACHED ? f.cached_span(b, row) : KEYS ? f.p.keys(b, row) : f.p.queries(b, row);
     bool none = all.end <= all.first;
@@ -10050,11 +10087,6 @@ static __device__ __forceinline__ void mti_flash_begin_spans(const mti_flash &f,
     *begin = all.first;
     *end = all.end;
 }
-
-/* Returns x, a number that all lanes of the warp have in common. The compiler does not know that a shuffle returns the
-   same number, so it computes what follows from it again, and keeps no registers for that. Kernels that would spill use
-   it behind their loop, or in a branch of the loop. */
-static __device__ __forceinline__ int mti_flash_again(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 /* Whether any of the Rows rows of the warp sees any of the columns [at, at + count), and whether each row sees them
    all. spans are those of the warp. Each lane looks at one row. */
@@ -10123,7 +10155,8 @@ static __device__ __forceinline__ void mti_flash_kept_rows(const mti_flash &f, i
     int lane = (int)threadIdx.x & 31;
     MT_DEVICE_UNROLL
     for (int m = 0; m < RowTiles; m++) {
-        uint64_t e = f.element(blockIdx.z, head, row + m * 16 + lane / 4 + lane % 2 * 8, key + lane / 2 % 2 * N8 * 4);
+        uint64_t e =
+            f.element(f.place().sequence, head, row + m * 16 + lane / 4 + lane % 2 * 8, key + lane / 2 % 2 * N8 * 4);
         uint32_t half = 0;
         MT_DEVICE_NO_UNROLL
         for (int k = 0; k < N8 * 4; k += 4) half |= mti_kept(f.p.drop, e + (uint64_t)k) << k;
@@ -10167,7 +10200,7 @@ static __device__ __forceinline__ uint32_t mti_flash_kept_columns(const mti_flas
     uint32_t kept = 0;
     MT_DEVICE_UNROLL
     for (int m = 0; m < RowTiles; m++) {
-        uint64_t e = f.element(blockIdx.z, head, query + lane % 8, key + m * 16 + lane / 8 * 4);
+        uint64_t e = f.element(f.place().sequence, head, query + lane % 8, key + m * 16 + lane / 8 * 4);
         uint32_t mine = 0;
         MT_DEVICE_NO_UNROLL
         for (int n = 0; n < N8; n++) mine |= mti_kept(f.p.drop, e + (uint64_t)(n * 8 * f.p.s.seq)) << (n * 4);
@@ -10253,7 +10286,8 @@ template <int HeadDim, bool BF16, int RowTiles>
 static __device__ __forceinline__ void mti_flash_finish(const mti_flash &f, float (&acc)[RowTiles][HeadDim / 8][4],
                                                         const float (&top)[RowTiles][2],
                                                         const float (&sum)[RowTiles][2], int row, uint16_t *tile) {
-    int64_t b = blockIdx.z, head = blockIdx.y;
+    mti_flash_place place = f.place_again();
+    int64_t b = place.sequence, head = place.head;
     int lane = (int)threadIdx.x & 31;
     MT_DEVICE_UNROLL
     for (int i = 0; i < RowTiles * 2; i++) {
@@ -10319,8 +10353,8 @@ static __global__ void __launch_bounds__(mti_flash_threads<HeadDim>(), mti_flash
                   Held = mti_flash_held<HeadDim, DROP, SPANS>(), RowTiles = mti_flash_rows<HeadDim>(),
                   Threads = mti_flash_threads<HeadDim>();
     MT_DYN_SHARED(uint16_t, q);
-    int64_t b = blockIdx.z, head = blockIdx.y, ld = CACHED ? f.p.s.head_dim : f.p.k.ld;
-    int first = ((int)gridDim.x - 1 - (int)blockIdx.x) * MTI_FLASH_ROWS; /* blocks with the most keys start first */
+    int64_t b = f.place().sequence, head = f.place().head, ld = CACHED ? f.p.s.head_dim : f.p.k.ld;
+    int first = ((int)gridDim.y - 1 - (int)blockIdx.y) * MTI_FLASH_ROWS; /* blocks with the most keys start first */
     int warp = (int)threadIdx.x / 32 * RowTiles * 16, row = first + warp;
     int begin = 0, keys = SPANS ? 0 : f.keys(b, first);
     const uint16_t *k = CACHED ? f.cached_keys(b, head) : f.in(f.p.k, b, f.p.k_col(head));
@@ -10371,7 +10405,7 @@ static __global__ void __launch_bounds__(mti_flash_threads<HeadDim>(), mti_flash
     }
     mti_cp_async_wait<0>();
     __syncthreads();
-    if (SPANS) row = first + mti_flash_again(warp);
+    row = first + mti_flash_again(warp);
     mti_flash_finish<HeadDim, BF16>(f, acc, top, sum, row, own);
 }
 
@@ -10447,8 +10481,8 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f
     constexpr int Step = mti_flash_dq_keys<HeadDim>(), Held = mti_flash_dq_held<HeadDim, DROP, SPANS>(),
                   Rows = mti_flash_back_rows<HeadDim>(), RowTiles = mti_flash_rows<HeadDim>();
     MT_DYN_SHARED(uint16_t, q);
-    int64_t b = blockIdx.z, head = blockIdx.y, ld = f.p.k.ld, seq = f.p.s.seq;
-    int first = ((int)gridDim.x - 1 - (int)blockIdx.x) * Rows;
+    int64_t b = f.place().sequence, head = f.place().head, ld = f.p.k.ld, seq = f.p.s.seq;
+    int first = ((int)gridDim.y - 1 - (int)blockIdx.y) * Rows;
     int warp = (int)threadIdx.x / 32 * RowTiles * 16, row = first + warp, i = (int)threadIdx.x;
     int begin = 0, keys = SPANS ? 0 : f.keys(b, first);
     const uint16_t *k = f.in(f.p.k, b, f.p.k_col(head));
@@ -10496,10 +10530,11 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f
     }
     mti_cp_async_wait<0>();
     __syncthreads();
-    if (SPANS) row = first + mti_flash_again(warp), head = mti_flash_again((int)head);
+    mti_flash_place place = f.place_again();
+    if (SPANS) row = first + mti_flash_again(warp);
     mti_tile_scale(dq, f.p.scale);
-    mti_tile_store<HeadDim, BF16>(dq, q + warp * HeadDim, f.out(f.p.dq, b, row, f.p.q_col(head)), f.p.dq.ld, f.dim(),
-                                  (int)seq - row);
+    mti_tile_store<HeadDim, BF16>(dq, q + warp * HeadDim, f.out(f.p.dq, place.sequence, row, f.p.q_col(place.head)),
+                                  f.p.dq.ld, f.dim(), (int)seq - row);
 }
 
 /* Sizes of the dkv kernel. queries: of a tile; part: the queries whose scores a warp computes at a time; rows: a warp
@@ -10529,7 +10564,7 @@ template <int HeadDim>
 static __device__ __forceinline__ void mti_flash_fetch_queries(const mti_flash &f, uint16_t *set, int64_t head,
                                                                int query) {
     constexpr int Step = mti_flash_dkv_queries<HeadDim>(), Threads = mti_flash_dkv_threads<HeadDim>();
-    int64_t b = blockIdx.z;
+    int64_t b = f.place().sequence;
     int seq = (int)f.p.s.seq, i = (int)threadIdx.x;
     mti_tile_fetch<Step, HeadDim, Threads>(set, f.in(f.p.q, b, f.p.q_col(head)), f.p.k.ld, f.dim(), query, seq);
     mti_tile_fetch<Step, HeadDim, Threads>(set + Step * HeadDim, f.in(f.p.dout, b, head * f.p.s.head_dim), f.p.dout.ld,
@@ -10623,10 +10658,10 @@ static __global__ void __launch_bounds__(mti_flash_dkv_threads<HeadDim>(), mti_f
                   Rows = mti_flash_back_rows<HeadDim>(), Own = mti_flash_own<HeadDim>::RowTiles * 16;
     constexpr bool Split = mti_flash_dkv_split<HeadDim>();
     MT_DYN_SHARED(uint16_t, k);
-    int64_t b = blockIdx.z, ld = f.p.k.ld, seq = f.p.s.seq, k_col = blockIdx.y * f.p.kv_step;
-    int head = (int)(blockIdx.y * f.p.s.heads_per_group),
+    int64_t b = f.place().sequence, ld = f.p.k.ld, seq = f.p.s.seq, k_col = f.place().head * f.p.kv_step;
+    int head = (int)(f.place().head * f.p.s.heads_per_group),
         heads = head + (int)f.p.s.heads_per_group; /* one past the last head */
-    int first = (int)blockIdx.x * Rows, length = (int)f.p.length(b), lane = (int)threadIdx.x % 32;
+    int first = (int)blockIdx.y * Rows, length = (int)f.p.length(b), lane = (int)threadIdx.x % 32;
     int warp = (int)threadIdx.x / 32 * Own % Rows, row = first + warp;
     int begin = !SPANS && f.causal() ? first : 0, end = SPANS ? 0 : (int)seq, query;
     uint16_t *v = k + Rows * HeadDim, *sets = v + Rows * HeadDim;
@@ -10666,15 +10701,17 @@ static __global__ void __launch_bounds__(mti_flash_dkv_threads<HeadDim>(), mti_f
     }
     mti_cp_async_wait<0>();
     __syncthreads();
+    mti_flash_place place = f.place_again();
     MT_DEVICE_UNROLL
     for (int i = 0; i < (Split ? 1 : 2); i++) {
         bool values = Split ? own.values : i == 1;
         float factor = f.p.scale;
         if (values) factor = f.p.drop.scale;
         mti_tile_scale(own.sums[i], factor);
-        mti_tile_store<HeadDim, BF16>(own.sums[i], (values ? v : k) + warp * HeadDim,
-                                      f.out(f.p.dk, b, row, k_col + (values ? f.p.dvalue : 0)), f.p.dk.ld, f.dim(),
-                                      (int)seq - row);
+        mti_tile_store<HeadDim, BF16>(
+            own.sums[i], (values ? v : k) + warp * HeadDim,
+            f.out(f.p.dk, place.sequence, row, place.head * f.p.kv_step + (values ? f.p.dvalue : 0)), f.p.dk.ld,
+            f.dim(), (int)seq - row);
     }
 }
 
@@ -10704,9 +10741,13 @@ static_assert(mti_flash_is_small<64>() && mti_flash_is_small<96>() && mti_flash_
                   mti_flash_is_small<192>() && mti_flash_is_small<256>(),
               "shared memory");
 
+/* Launches a kernel with blocks of `rows` rows of so many heads, or groups. `reads` is the number of rows of a head's
+   width that a head, or a group, reads in its loop. */
 static mt_status mti_flash_launch(const mti_attention *a, const char *name, void (*kernel)(mti_flash), int64_t rows,
-                                  int64_t heads, unsigned threads, int bytes, const mti_flash &f) {
-    dim3 grid((unsigned)((a->desc.seq + rows - 1) / rows), (unsigned)heads, (unsigned)a->desc.batch);
+                                  int64_t heads, int64_t reads, unsigned threads, int bytes, mti_flash f) {
+    int64_t width = mti_flash_section(heads, a->desc.batch, reads * a->desc.head_dim * 2);
+    dim3 grid((unsigned)width, (unsigned)((a->desc.seq + rows - 1) / rows), (unsigned)(heads / width * a->desc.batch));
+    f.sections = (unsigned)(heads / width);
     MT_CUDA_TRY(a->ctx, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     MT_LAUNCH_KERNEL(kernel, grid, threads, (size_t)bytes, mt_context_stream(a->ctx), f);
     return mt_cuda_launched(a->ctx, name);
@@ -10714,7 +10755,8 @@ static mt_status mti_flash_launch(const mti_attention *a, const char *name, void
 
 static mti_flash mti_flash_of(const mti_attention *a) {
     float softcap = a->desc.scores.softcap, factor = softcap > 0.0f ? softcap : a->desc.scores.scale;
-    mti_flash f = {mti_plain_of(a), factor * MTI_LOG2E, NULL, NULL, mt_round_up(a->desc.seq, MTI_FLASH_ROWS), 0.0f, {}};
+    mti_flash f = {
+        mti_plain_of(a), factor * MTI_LOG2E, NULL, NULL, mt_round_up(a->desc.seq, MTI_FLASH_ROWS), 0.0f, 1, {}};
     if (softcap > 0.0f) f.cap = a->desc.scores.scale / softcap;
     return f;
 }
@@ -10727,8 +10769,8 @@ template <int HeadDim, bool SPANS> static mt_status mti_flash_run_forward(const 
         {mti_flash_forward_kernel<HeadDim, true, Asks, SPANS>, mti_flash_forward_kernel<HeadDim, true, true, SPANS>}};
     MT_TRY(mt_cuda_enter(a->ctx));
     return mti_flash_launch(a, "mt_attention_forward", kernels[a->q.dtype == MT_BF16][f.p.drop.on != 0], MTI_FLASH_ROWS,
-                            mti_attention_heads(&a->desc), mti_flash_threads<HeadDim>(),
-                            mti_flash_forward_bytes<HeadDim, SPANS>(), f);
+                            mti_attention_heads(&a->desc), 2 * a->desc.seq / a->desc.heads_per_group,
+                            mti_flash_threads<HeadDim>(), mti_flash_forward_bytes<HeadDim, SPANS>(), f);
 }
 
 /* mt_attention_backward releases the memory of lse and delta when it ends. */
@@ -10754,9 +10796,10 @@ template <int HeadDim, bool SPANS> static mt_status mti_flash_run_backward(const
     MT_LAUNCH_KERNEL(mti_flash_stats_kernel, dim3((unsigned)(f.pitch / 64), (unsigned)heads, (unsigned)s->batch), 256,
                      0, mt_context_stream(a->ctx), f);
     MT_TRY(mt_cuda_launched(a->ctx, name));
-    MT_TRY(mti_flash_launch(a, name, dq[bf16][drop], Rows, heads, 128, mti_flash_dq_bytes<HeadDim, SPANS>(), f));
-    return mti_flash_launch(a, name, dkv[bf16][drop], Rows, s->groups, mti_flash_dkv_threads<HeadDim>(),
-                            mti_flash_dkv_bytes<HeadDim, SPANS>(), f);
+    MT_TRY(mti_flash_launch(a, name, dq[bf16][drop], Rows, heads, 2 * s->seq / s->heads_per_group, 128,
+                            mti_flash_dq_bytes<HeadDim, SPANS>(), f));
+    return mti_flash_launch(a, name, dkv[bf16][drop], Rows, s->groups, 2 * s->seq * s->heads_per_group,
+                            mti_flash_dkv_threads<HeadDim>(), mti_flash_dkv_bytes<HeadDim, SPANS>(), f);
 }
 
 } /* extern "C++" */
@@ -10817,10 +10860,10 @@ static mt_status mti_built_for(mt_context *ctx, int *arch) {
 }
 
 /* Returns the HeadDim of the tensor-core kernels for a call, which pad its heads with zeros to this size. 0: none has
-   it. Positions are int. */
+   it. Their blocks, of 64 rows or more, are the second number of a grid. */
 static int mti_flash_size(const mt_attention_desc *s) {
     int64_t dim = s->head_dim;
-    if (dim % MTI_VECTOR != 0 || s->seq > INT_MAX / 2) return 0;
+    if (dim % MTI_VECTOR != 0 || s->seq > 64 * MTI_FLASH_GRID) return 0;
     return dim <= 64 ? 64 : dim <= 96 ? 96 : dim <= 128 ? 128 : dim <= 192 ? 192 : dim <= 256 ? 256 : 0;
 }
 
@@ -12574,7 +12617,8 @@ template <int HeadDim> static mt_status mti_kv_flash(const mti_attention *a, con
     void (*kernel)(mti_flash) = a->q.dtype == MT_BF16 ? mti_flash_forward_kernel<HeadDim, true, false, true, true>
                                                       : mti_flash_forward_kernel<HeadDim, false, false, true, true>;
     return mti_flash_launch(a, "mt_kv_cache_attention", kernel, MTI_FLASH_ROWS, mti_attention_heads(&a->desc),
-                            mti_flash_threads<HeadDim>(), mti_flash_forward_bytes<HeadDim, true>(), f);
+                            2 * f.cached.max_seq / a->desc.heads_per_group, mti_flash_threads<HeadDim>(),
+                            mti_flash_forward_bytes<HeadDim, true>(), f);
 }
 
 static mt_status mti_kv_run_flash(const mti_kv *kv) {

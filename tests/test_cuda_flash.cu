@@ -878,6 +878,64 @@ static void test_arena(void **state) {
     mt_arena_release(gpu, mark);
 }
 
+/* ---- the order of blocks ----------------------------------------------------------------------------------------- */
+
+/* Every block of every head of every sequence is there once, sections have whole heads of one sequence and read no more
+   than fits, and in each of them no block follows a shorter one. */
+static void try_order(int64_t heads, int64_t batch, int64_t blocks, int64_t bytes) {
+    int64_t width = mti_flash_section(heads, batch, bytes), sections = heads / width, last, length;
+    char *seen = (char *)calloc((size_t)(heads * batch * blocks), 1);
+    assert_true(width >= 1 && heads % width == 0 && sections * batch <= MTI_FLASH_GRID);
+    assert_true(width == 1 || width * bytes <= MTI_FLASH_SECTION || heads * batch > MTI_FLASH_GRID);
+    for (int64_t z = 0; z < sections * batch; z++) {
+        last = blocks;
+        for (int64_t y = 0; y < blocks; y++)
+            for (int64_t x = 0; x < width; x++) {
+                mti_flash_place place =
+                    mti_flash_place_of((unsigned)x, (unsigned)z, (unsigned)width, (unsigned)sections);
+                assert_true(place.head < heads && place.sequence < batch);
+                assert_int_equal(place.sequence, z / sections);
+                assert_int_equal(seen[(place.sequence * heads + place.head) * blocks + y]++, 0);
+                length = blocks - y; /* of the tiles under a causal mask, see mti_flash_place */
+                assert_true(length <= last);
+                last = length;
+            }
+    }
+    for (int64_t i = 0; i < heads * batch * blocks; i++) assert_int_equal(seen[i], 1);
+    free(seen);
+}
+
+static void test_order(void **state) {
+    static const int64_t heads[] = {1, 2, 7, 12, 32, 40, 65535}, bytes[] = {0, 1, 1 << 20, 3 << 20, 10 << 20, 33 << 20};
+    (void)state;
+    for (int i = 0; i < 7 * 6; i++)
+        for (int64_t batch = 1; batch < 4; batch++)
+            try_order(heads[i % 7], batch, heads[i % 7] > 100 ? 1 : 1 + i % 5, bytes[i / 7]);
+    assert_int_equal(mti_flash_section(12, 1, 5 << 20), 6);
+    assert_int_equal(mti_flash_section(40, 1, 5 << 20), 5);
+}
+
+/* The division into sections changes no bit. */
+static void test_sections(void **state) {
+    config c = {2, 300, 2, 3, 64};
+    size_t mark = mt_arena_mark(gpu);
+    call k = call_new(&c, 2.0f);
+    mt_attention_desc s = mti_attention_defaults(&k.s);
+    mt_tensor out = tensor_new(c.type, k.out.rows, k.out.cols), lse = tensor_new(MT_F32, k.lse.rows, k.lse.cols);
+    mti_attention a = mti_attention_resolve(gpu, &s, out, lse);
+    mti_flash f;
+    (void)state;
+    OK(mt_attention_forward(gpu, &k.s, k.qkv, k.out, k.lse));
+    mti_attention_fused(&a, k.qkv, mt_none());
+    f = mti_flash_of(&a);
+    f.sections = 3;
+    MT_LAUNCH_KERNEL((mti_flash_forward_kernel<64, true, false, false>), dim3(2, 3, 6), 128,
+                     (size_t)(mti_flash_forward_bytes<64, false>()), gpu->stream, f);
+    same_bits("out", k.out, out);
+    same_bits("lse", k.lse, lse);
+    mt_arena_release(gpu, mark);
+}
+
 /* ---- tiles ------------------------------------------------------------------------------------------------------- */
 
 template <int D> static __global__ void place_kernel(int *at, int *on) {
@@ -939,6 +997,8 @@ int main(void) {
         cmocka_unit_test(test_hidden_tiles_are_skipped),
         cmocka_unit_test(test_loads),
         cmocka_unit_test(test_wrong_numbers),
+        cmocka_unit_test(test_order),
+        cmocka_unit_test(test_sections),
         cmocka_unit_test(test_run_to_run),
         cmocka_unit_test(test_split),
         cmocka_unit_test(test_rows_are_independent),

@@ -56,10 +56,10 @@ static mt_status mti_built_for(mt_context *ctx, int *arch) {
 }
 
 /* Returns the HeadDim of the tensor-core kernels for a call, which pad its heads with zeros to this size. 0: none has
-   it. Positions are int. */
+   it. Their blocks, of 64 rows or more, are the second number of a grid. */
 static int mti_flash_size(const mt_attention_desc *s) {
     int64_t dim = s->head_dim;
-    if (dim % MTI_VECTOR != 0 || s->seq > INT_MAX / 2) return 0;
+    if (dim % MTI_VECTOR != 0 || s->seq > 64 * MTI_FLASH_GRID) return 0;
     return dim <= 64 ? 64 : dim <= 96 ? 96 : dim <= 128 ? 128 : dim <= 192 ? 192 : dim <= 256 ? 256 : 0;
 }
 

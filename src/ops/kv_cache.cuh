@@ -463,7 +463,8 @@ template <int HeadDim> static mt_status mti_kv_flash(const mti_attention *a, con
     void (*kernel)(mti_flash) = a->q.dtype == MT_BF16 ? mti_flash_forward_kernel<HeadDim, true, false, true, true>
                                                       : mti_flash_forward_kernel<HeadDim, false, false, true, true>;
     return mti_flash_launch(a, "mt_kv_cache_attention", kernel, MTI_FLASH_ROWS, mti_attention_heads(&a->desc),
-                            mti_flash_threads<HeadDim>(), mti_flash_forward_bytes<HeadDim, true>(), f);
+                            2 * f.cached.max_seq / a->desc.heads_per_group, mti_flash_threads<HeadDim>(),
+                            mti_flash_forward_bytes<HeadDim, true>(), f);
 }
 
 static mt_status mti_kv_run_flash(const mti_kv *kv) {
