@@ -27,8 +27,8 @@ static int mti_cuda_has_failed(const mt_context *ctx) {
 }
 
 /* Waits for all streams: as any other call, or, after a collective has failed, for `patience` seconds each. CUDA would
-   wait without a timeout when memory is freed. Returns 0 when a stream does not end: then nothing that it may use can be
-   freed. */
+   wait without a timeout when memory is freed. Returns 0 when a stream does not end: then nothing that it may use can
+   be freed. */
 static int mti_cuda_quiet(mt_context *ctx, double patience) {
     struct CUstream_st *streams[3], *before = ctx->stream;
     int failed = ctx->stuck || mti_cuda_has_failed(ctx), i;
