@@ -229,7 +229,7 @@ page_has() {
 # ---- rehearsals ------------------------------------------------------------------------------------------------------
 
 all_is_well() {
-    gpu_sh well -- --seconds 3000 && ends 0 "39 passed, 0 failed, 0 skipped" || return 1
+    gpu_sh well -- --seconds 3000 && ends 0 "41 passed, 0 failed, 0 skipped" || return 1
     page_has '^- GPU: NVIDIA of a stand-in' "^- nccl 2: $work/libs/libnccl.so.2" '^- peer: PyTorch of a stand-in' \
         '^| test_cuda_gemm | passed | .* 4 cases' 'SM clock 1980 to 1980 MHz' \
         '^| memory | norm, forward | 200.0 | 1500 GB/s | 3000 GB/s | 0.50 | .* | torch.compile 150.0 | 0.75 |$' &&
@@ -254,7 +254,7 @@ all_is_done() {
     gpu_sh well STANDIN_CRASHES_IN=add STANDIN_PYTORCH=no -- --seconds 3000
     ! grep '^  [a-z]*  *[a-z-]*  *[a-z_]*, ' "$said" || return 1
     sed 1,4d "$work/before" >"$work/old" && sed 1,4d "$page" | diff "$work/old" - || return 1
-    gpu_sh well STANDIN_CRASHES_IN=gemm -- --again --quick bench && ends 0 "39 passed, 0 failed, 0 skipped" &&
+    gpu_sh well STANDIN_CRASHES_IN=gemm -- --again --quick bench && ends 0 "41 passed, 0 failed, 0 skipped" &&
         page_has '^| add | quick add'
 }
 
@@ -262,7 +262,7 @@ much_is_wrong() {
     gpu_sh wrong STANDIN_HANGS=test_cuda_gemm STANDIN_CRASHES=test_cuda_flash STANDIN_FAILS=test_cuda_plain \
         STANDIN_BROKEN=test_cuda_gpt STANDIN_CRASHES_IN=gemm STANDIN_RACES=yes STANDIN_PYTORCH=no MT_TEST_WITHOUT=nccl \
         STANDIN_CHILD="$work/children" -- --seconds 3000
-    ends 1 "26 passed, 7 failed, 6 skipped" || return 1
+    ends 1 "26 passed, 7 failed, 8 skipped" || return 1
     page_has '^| test_cuda_gemm | hung | .* killed after 20 s; cases that fail alone: 1' \
         '^- test_cuda_gemm, test_two: hung' '^| test_cuda_flash | crashed | .* signal 11 (SEGV)' \
         '^- test_cuda_flash, test_two: crashed' '^| test_cuda_plain | failed | .* cases that fail alone: 2' \
@@ -288,7 +288,7 @@ no_child_is_left() {
 # The tools of the machine are missing, the implementation does not build, and an item of the benchmark hangs.
 more_is_wrong() {
     gpu_sh more MT_TEST_WITHOUT="compute-sanitizer nvidia-smi python3" STANDIN_BROKEN=implementation.o --
-    ends 1 "12 passed, 1 failed, 24 skipped" || return 1
+    ends 1 "14 passed, 1 failed, 24 skipped" || return 1
     page_has '^- build implementation: failed' '^| test_cuda_gemm | skipped | 0 | the implementation is not built' \
         '^| test_cuda_flash | passed' 'no readings by nvidia-smi' '^| list | skipped | 0 | python3 is not here' \
         '^| memcheck.test_cuda_ptx | skipped | 0 | compute-sanitizer is not here' || return 1
@@ -316,7 +316,7 @@ is_immortal() {
 no_probe() {
     gpu_sh probe -- limits && page_has '^| limits | passed' || return 1
     gpu_sh probe STANDIN_BROKEN=probe --
-    ends 1 "3 passed, 1 failed, 34 skipped" &&
+    ends 1 "3 passed, 1 failed, 36 skipped" &&
         page_has '^- build probe: failed, a program that uses CUDA does not compile' '^ *tests/probe.cu(3): error' \
             '^| limits | passed' '^- test test_cuda: not run: a program that uses CUDA' || return 1
     mkdir "$work/silent"
@@ -333,8 +333,8 @@ time_runs_out() {
     gpu_sh late STANDIN_SLOW=all STANDIN_RUNS="$work/runs" -- --seconds 25 build test limits
     page_has '^- test test_cuda_processes: not run: out of time$' '^- bench: not asked for$' || return 1
     gpu_sh late STANDIN_SLOW=all STANDIN_RUNS="$work/runs" -- --seconds 3000 build test limits
-    ends 0 "31 passed, 0 failed, 0 skipped" || return 1
-    sort "$work/runs" | uniq -c | awk '$1 != 1 { print "ran again: " $0; wrong = 1 } END { exit wrong || NR != 14 }' &&
+    ends 0 "33 passed, 0 failed, 0 skipped" || return 1
+    sort "$work/runs" | uniq -c | awk '$1 != 1 { print "ran again: " $0; wrong = 1 } END { exit wrong || NR != 15 }' &&
         ! grep 'not run: ' "$page" || return 1
     gpu_sh late STANDIN_CRASHES_IN=limits -- --again limits
     page_has '^| limits | crashed' '^| test_cuda | passed' || return 1
@@ -496,10 +496,10 @@ finds_headers() {
 version_of_headers() { printf '#define NCCL_MAJOR %s\n#define NCCL_MINOR %s\n#define NCCL_PATCH %s\n' "$@"; }
 
 builds() {
-    gpu_sh builds -- --build && ends 0 "16 passed, 0 failed, 0 skipped" || return 1
-    gpu_sh builds MT_TEST_WITHOUT=nccl -- --build "$work/program" && ends 0 "13 passed, 0 failed, 2 skipped" || return 1
+    gpu_sh builds -- --build && ends 0 "17 passed, 0 failed, 0 skipped" || return 1
+    gpu_sh builds MT_TEST_WITHOUT=nccl -- --build "$work/program" && ends 0 "13 passed, 0 failed, 3 skipped" || return 1
     gpu_sh builds STANDIN_BROKEN=test_cuda_gpt -- --build
-    ends 1 "15 passed, 1 failed, 0 skipped"
+    ends 1 "16 passed, 1 failed, 0 skipped"
 }
 
 no_gpu() {
