@@ -3417,17 +3417,20 @@ static __device__ __forceinline__ void mti_tile_scores(float (&acc)[RowTiles][N8
     if (Held == 0) mti_tile_load<HeadDim>(z[0], a, 0);
     mti_ldmatrix_x4(y[0], b + at);
     MT_DEVICE_UNROLL
-    for (int i = 0; i < steps; i++) {
-        int k = i / across, n = i % across * 2, next = i + 1;
-        if (next < steps)
-            mti_ldmatrix_x4(y[next % 2],
-                            b + next % across * 16 * HeadDim + mti_tile_on<HeadDim>(at, next / across * 2));
-        if (n == 0 && k + 1 >= Held && k + 1 < K16) mti_tile_load<HeadDim>(z[(k + 1) % 2], a, k + 1);
+    for (int k = 0; k < K16; k++) {
+        if (k + 1 >= Held && k + 1 < K16) mti_tile_load<HeadDim>(z[(k + 1) % 2], a, k + 1);
         MT_DEVICE_UNROLL
-        for (int m = 0; m < RowTiles; m++) {
-            const uint32_t *first = k < Held ? x[k][m] : z[k % 2][m];
-            mti_mma<BF16>(acc[m][n], first, y[i % 2]);
-            mti_mma<BF16>(acc[m][n + 1], first, y[i % 2] + 2);
+        for (int j = 0; j < across; j++) {
+            int i = k * across + j, n = j * 2, next = i + 1;
+            if (next < steps)
+                mti_ldmatrix_x4(y[next % 2],
+                                b + next % across * 16 * HeadDim + mti_tile_on<HeadDim>(at, next / across * 2));
+            MT_DEVICE_UNROLL
+            for (int m = 0; m < RowTiles; m++) {
+                const uint32_t *first = k < Held ? x[k][m] : z[k % 2][m];
+                mti_mma<BF16>(acc[m][n], first, y[i % 2]);
+                mti_mma<BF16>(acc[m][n + 1], first, y[i % 2] + 2);
+            }
         }
     }
 }
@@ -10435,7 +10438,7 @@ template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_back_rows()
     return HeadDim > 128 ? MTI_FLASH_ROWS / 2 : MTI_FLASH_ROWS;
 }
 template <int HeadDim, bool DROP, bool SPANS> static MT_HOST_DEVICE constexpr int mti_flash_dq_held() {
-    return HeadDim == 256 ? 5 : HeadDim == 192 ? 10 : HeadDim == 64 ? 3 : HeadDim == 96 && !DROP && !SPANS ? 1 : 0;
+    return HeadDim == 256 ? 5 : HeadDim == 192 ? 8 : HeadDim == 64 ? 3 : HeadDim == 96 && !DROP && !SPANS ? 1 : 0;
 }
 
 /* Starts copying a pair of tiles, k and v, and commits the copies as one group. */
@@ -10474,7 +10477,7 @@ static __device__ __forceinline__ void mti_flash_score_grads(const mti_flash &f,
    registers (sm_90)              248   246   253   (with SPANS: 242, 244, 254)
    blocks of an SM, sm_90         2     2     2     sm_80: 2, 2, 1; sm_86, sm_89, sm_120: 2, 1, 1, with SPANS 1, 1, 1
 
-   With 192 or 256 features a block owns 64 queries, and each of its warps owns 16 of them. mma per ldmatrix: 1.9, 1.4.
+   With 192 or 256 features a block owns 64 queries, and each of its warps owns 16 of them. mma per ldmatrix: 1.8, 1.4.
    Blocks of an SM: 2 on sm_90, 1 on the others. */
 template <int HeadDim, bool BF16, bool DROP, bool SPANS>
 static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f) {
@@ -10551,7 +10554,7 @@ template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dkv_threads
     return MTI_FLASH_ROWS / mti_flash_dkv_rows<HeadDim>() * 2;
 }
 template <int HeadDim, bool DROP> static MT_HOST_DEVICE constexpr int mti_flash_dkv_held() {
-    return HeadDim == 256 ? 4 : HeadDim == 192 ? 10 : HeadDim == 64 ? (DROP ? 1 : 2) : HeadDim == 128 ? 3 : 6;
+    return HeadDim == 256 ? 4 : HeadDim == 192 ? 8 : HeadDim == 64 ? (DROP ? 1 : 2) : HeadDim == 128 ? 3 : 6;
 }
 
 /* The size of a set: the tiles of q and dout, and lse and delta of their rows. */
@@ -10649,7 +10652,7 @@ static __device__ __forceinline__ void mti_flash_dkv_add(const mti_flash &f, mti
 
    With 192 or 256 features, dk and dv of 16 keys are too large for the registers of a warp. A block then owns 64 keys.
    Four of its eight warps compute dk, with three products, and four dv, with two: the scores are computed twice. mma
-   per ldmatrix: 1.9, 1.4. A multiprocessor runs one block. */
+   per ldmatrix: 1.8, 1.4. A multiprocessor runs one block. */
 template <int HeadDim, bool BF16, bool DROP, bool SPANS>
 static __global__ void __launch_bounds__(mti_flash_dkv_threads<HeadDim>(), mti_flash_dkv_rows<HeadDim>())
     mti_flash_dkv_kernel(mti_flash f) {
@@ -10810,9 +10813,10 @@ template <int HeadDim, bool SPANS> static mt_status mti_flash_run_backward(const
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* Whether the tensor-core kernels can read or write a view. mt_none() is not read. */
+/* Whether the tensor-core kernels can read or write a view. mt_none() is not read. Of a view with one row, they compute
+   the addresses of rows that are not there, too: these must be aligned, although nothing is read. */
 static int mti_flash_fits_view(const mti_attention *a, mt_tensor t) {
-    return !t.data || (t.dtype == a->q.dtype && mti_is_wide(t));
+    return !t.data || (t.dtype == a->q.dtype && mti_is_wide(t) && mt_tensor_ld(t) % MTI_VECTOR == 0);
 }
 
 /* The same for q, k and v, whose rows must be the same distance apart: a second distance spills registers of the dkv

@@ -756,6 +756,22 @@ static void test_table(void **state) {
     for (int i = 0; i < rows; i++) assert_true(chosen[i] > 0);
 }
 
+/* One row, whose distance to the next one keeps the alignment or not. */
+static void test_one_row(void **state) {
+    (void)state;
+    for (int apart = 0; apart < 2; apart++) {
+        size_t mark = mt_arena_mark(gpu);
+        mt_attention_desc s = {};
+        mt_tensor qkv = mt_tensor_cols(tensor_new(MT_BF16, 1, 3 * 64 + (apart ? 3 : 8)), 0, 3 * 64);
+        s.batch = s.seq = s.groups = s.heads_per_group = 1, s.head_dim = 64;
+        s = mti_attention_defaults(&s);
+        mti_attention a = mti_attention_resolve(gpu, &s, tensor_new(MT_BF16, 1, 64), mt_none());
+        mti_attention_fused(&a, qkv, mt_none());
+        assert_string_equal(mti_attention_choose(&a, 90, 90)->name, apart ? "plain" : "flash_64");
+        mt_arena_release(gpu, mark);
+    }
+}
+
 /* Which row of the table runs a call with options, forward and backward. */
 static void test_table_of_options(void **state) {
     static const struct {
@@ -1004,6 +1020,7 @@ int main(void) {
         cmocka_unit_test(test_rows_are_independent),
         cmocka_unit_test(test_layouts),
         cmocka_unit_test(test_table),
+        cmocka_unit_test(test_one_row),
         cmocka_unit_test(test_table_of_options),
         cmocka_unit_test(test_built_for_older_chips),
         cmocka_unit_test(test_build_without_arch),

@@ -6,9 +6,10 @@
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* Whether the tensor-core kernels can read or write a view. mt_none() is not read. */
+/* Whether the tensor-core kernels can read or write a view. mt_none() is not read. Of a view with one row, they compute
+   the addresses of rows that are not there, too: these must be aligned, although nothing is read. */
 static int mti_flash_fits_view(const mti_attention *a, mt_tensor t) {
-    return !t.data || (t.dtype == a->q.dtype && mti_is_wide(t));
+    return !t.data || (t.dtype == a->q.dtype && mti_is_wide(t) && mt_tensor_ld(t) % MTI_VECTOR == 0);
 }
 
 /* The same for q, k and v, whose rows must be the same distance apart: a second distance spills registers of the dkv

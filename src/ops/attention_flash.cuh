@@ -551,7 +551,7 @@ template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_back_rows()
     return HeadDim > 128 ? MTI_FLASH_ROWS / 2 : MTI_FLASH_ROWS;
 }
 template <int HeadDim, bool DROP, bool SPANS> static MT_HOST_DEVICE constexpr int mti_flash_dq_held() {
-    return HeadDim == 256 ? 5 : HeadDim == 192 ? 10 : HeadDim == 64 ? 3 : HeadDim == 96 && !DROP && !SPANS ? 1 : 0;
+    return HeadDim == 256 ? 5 : HeadDim == 192 ? 8 : HeadDim == 64 ? 3 : HeadDim == 96 && !DROP && !SPANS ? 1 : 0;
 }
 
 /* Starts copying a pair of tiles, k and v, and commits the copies as one group. */
@@ -590,7 +590,7 @@ static __device__ __forceinline__ void mti_flash_score_grads(const mti_flash &f,
    registers (sm_90)              248   246   253   (with SPANS: 242, 244, 254)
    blocks of an SM, sm_90         2     2     2     sm_80: 2, 2, 1; sm_86, sm_89, sm_120: 2, 1, 1, with SPANS 1, 1, 1
 
-   With 192 or 256 features a block owns 64 queries, and each of its warps owns 16 of them. mma per ldmatrix: 1.9, 1.4.
+   With 192 or 256 features a block owns 64 queries, and each of its warps owns 16 of them. mma per ldmatrix: 1.8, 1.4.
    Blocks of an SM: 2 on sm_90, 1 on the others. */
 template <int HeadDim, bool BF16, bool DROP, bool SPANS>
 static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f) {
@@ -667,7 +667,7 @@ template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dkv_threads
     return MTI_FLASH_ROWS / mti_flash_dkv_rows<HeadDim>() * 2;
 }
 template <int HeadDim, bool DROP> static MT_HOST_DEVICE constexpr int mti_flash_dkv_held() {
-    return HeadDim == 256 ? 4 : HeadDim == 192 ? 10 : HeadDim == 64 ? (DROP ? 1 : 2) : HeadDim == 128 ? 3 : 6;
+    return HeadDim == 256 ? 4 : HeadDim == 192 ? 8 : HeadDim == 64 ? (DROP ? 1 : 2) : HeadDim == 128 ? 3 : 6;
 }
 
 /* The size of a set: the tiles of q and dout, and lse and delta of their rows. */
@@ -765,7 +765,7 @@ static __device__ __forceinline__ void mti_flash_dkv_add(const mti_flash &f, mti
 
    With 192 or 256 features, dk and dv of 16 keys are too large for the registers of a warp. A block then owns 64 keys.
    Four of its eight warps compute dk, with three products, and four dv, with two: the scores are computed twice. mma
-   per ldmatrix: 1.9, 1.4. A multiprocessor runs one block. */
+   per ldmatrix: 1.8, 1.4. A multiprocessor runs one block. */
 template <int HeadDim, bool BF16, bool DROP, bool SPANS>
 static __global__ void __launch_bounds__(mti_flash_dkv_threads<HeadDim>(), mti_flash_dkv_rows<HeadDim>())
     mti_flash_dkv_kernel(mti_flash f) {

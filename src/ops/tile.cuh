@@ -125,17 +125,20 @@ static __device__ __forceinline__ void mti_tile_scores(float (&acc)[RowTiles][N8
     if (Held == 0) mti_tile_load<HeadDim>(z[0], a, 0);
     mti_ldmatrix_x4(y[0], b + at);
     MT_DEVICE_UNROLL
-    for (int i = 0; i < steps; i++) {
-        int k = i / across, n = i % across * 2, next = i + 1;
-        if (next < steps)
-            mti_ldmatrix_x4(y[next % 2],
-                            b + next % across * 16 * HeadDim + mti_tile_on<HeadDim>(at, next / across * 2));
-        if (n == 0 && k + 1 >= Held && k + 1 < K16) mti_tile_load<HeadDim>(z[(k + 1) % 2], a, k + 1);
+    for (int k = 0; k < K16; k++) {
+        if (k + 1 >= Held && k + 1 < K16) mti_tile_load<HeadDim>(z[(k + 1) % 2], a, k + 1);
         MT_DEVICE_UNROLL
-        for (int m = 0; m < RowTiles; m++) {
-            const uint32_t *first = k < Held ? x[k][m] : z[k % 2][m];
-            mti_mma<BF16>(acc[m][n], first, y[i % 2]);
-            mti_mma<BF16>(acc[m][n + 1], first, y[i % 2] + 2);
+        for (int j = 0; j < across; j++) {
+            int i = k * across + j, n = j * 2, next = i + 1;
+            if (next < steps)
+                mti_ldmatrix_x4(y[next % 2],
+                                b + next % across * 16 * HeadDim + mti_tile_on<HeadDim>(at, next / across * 2));
+            MT_DEVICE_UNROLL
+            for (int m = 0; m < RowTiles; m++) {
+                const uint32_t *first = k < Held ? x[k][m] : z[k % 2][m];
+                mti_mma<BF16>(acc[m][n], first, y[i % 2]);
+                mti_mma<BF16>(acc[m][n + 1], first, y[i % 2] + 2);
+            }
         }
     }
 }
