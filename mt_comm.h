@@ -371,11 +371,12 @@ MT_API int mt_comm_local_rank(const mt_comm *comm);
 
    A collective returns as soon as its work is in the context's stream. Only mt_barrier waits until the work is done.
    When a rank is late or gone, the other ranks get MT_ERR_TIMEOUT or MT_ERR_PEER from a collective or from the call
-   that waits for the stream (such as mt_context_synchronize), at most timeout_s after this call has begun to wait.
+   that waits for the stream (such as mt_context_synchronize), at most timeout_s, and half a second to learn who is
+   missing, after this call has begun to wait.
 
    NCCL does not compare the calls of ranks, so the library does, unless mt_context_desc.no_nccl_checks is set. The
-   ranks tell rank 0 of the communicator their calls over TCP, in large groups through other ranks, behind the calls,
-   which do not wait for it. They listen at the interface that NCCL_SOCKET_IFNAME and NCCL_SOCKET_FAMILY select. When
+   ranks tell rank 0 of the communicator their calls over TCP, in large groups through other ranks. The calls do not
+   wait for it. They listen at the interface that NCCL_SOCKET_IFNAME and NCCL_SOCKET_FAMILY select. When
    calls differ, or a rank has left whose call is missing, every rank gets MT_ERR_MISMATCH or MT_ERR_PEER, usually a few
    milliseconds later: from its next call on the communicator, or from the call that waits for the stream. Until then
    results may be wrong, and calls that differ just before mt_comm_destroy may pass without an error. The calls that a
@@ -5605,6 +5606,12 @@ static mti_parsed mti_message_parse(const mti_bytes *b, int size, mti_message *m
     return mti_message_text_is_valid(message, size, *text) ? MTI_PARSED : MTI_MALFORMED;
 }
 
+/* Sends nothing more: the other end is closed. What it has sent before is still read, and then the end. */
+static void mti_connection_mute(mti_connection *connection) {
+    mti_bytes_drop(&connection->out, mti_bytes_size(&connection->out));
+    shutdown(connection->fd, SHUT_WR);
+}
+
 static void mti_connection_flush(mti_connection *connection) {
     while (connection->fd >= 0 && !connection->lost && mti_bytes_size(&connection->out)) {
         ssize_t n = send(connection->fd, mti_bytes_front(&connection->out), mti_bytes_size(&connection->out),
@@ -5612,7 +5619,7 @@ static void mti_connection_flush(mti_connection *connection) {
         if (n > 0) mti_bytes_drop(&connection->out, (size_t)n);
         else if (n < 0 && errno == EINTR) continue;
         else {
-            connection->lost = n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK);
+            if (n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) mti_connection_mute(connection);
             return;
         }
     }
@@ -5709,7 +5716,8 @@ static int mti_said_alike(const mti_said *a, const mti_said *b) { return a->what
 
 /* The sentence of a result: "rank `rank` has left the group", in all calls. */
 static void mti_channel_decide_left(mti_channel *b, int rank) {
-    if (!b->decided) mti_channel_decide(b, MTI_WHY_LEFT, rank, -1, mti_channel_last(b), b->reasons[rank].data);
+    if (!b->decided && !b->ended)
+        mti_channel_decide(b, MTI_WHY_LEFT, rank, -1, mti_channel_last(b), b->reasons[rank].data);
 }
 
 static int mti_channel_has_left(const mti_channel *b, int rank) { return mti_bytes_size(&b->reasons[rank]) > 0; }
@@ -5859,6 +5867,7 @@ static void mti_pair_match(mti_channel *b, mti_pair *p, const mti_said *said, in
     mti_said first;
     memcpy(&first, mti_bytes_front(&p->waiting), sizeof first);
     mti_bytes_drop(&p->waiting, sizeof first);
+    if (!mti_bytes_size(&p->waiting)) mti_bytes_free(&p->waiting);
     b->waiting--;
     if (sends) recv = &first;
     else send = &first;
@@ -5940,6 +5949,7 @@ static const char mti_is_gone[] = "is gone: its process has ended, or its connec
 static void mti_channel_gone(mti_channel *b, int rank) {
     if (mti_channel_has_left(b, rank) || b->ended) return;
     mti_channel_leave(b, rank, mti_is_gone, sizeof mti_is_gone);
+    if (b->ended) return;
     b->gone = rank;
     b->gone_at = mti_now();
 }
@@ -6029,6 +6039,7 @@ static int mti_channel_relay(mti_channel *b, const mti_message *message, const c
     if (calls && !mti_said_is_message(&said))
         return mti_channel_merge(b, message->rank, message->kind == MTI_MESSAGE_CALLS, &said);
     mti_channel_pour(b);
+    if (b->ended) return 1; /* which has freed the text of this rank's own message */
     if (message->kind == MTI_MESSAGE_LEFT && (message->rank == b->rank || mti_rank_parent(message->rank) == b->rank))
         mti_channel_leave(b, message->rank, text, (size_t)message->bytes); /* the end of its connection is no news */
     switch (message->kind) {
@@ -6127,7 +6138,7 @@ static void mti_channel_take_all(mti_channel *b, mti_connection *connection, int
     mti_parsed parsed = MTI_PARSED;
     while (!b->ended && (parsed = mti_message_parse(&connection->in, b->size, &message, &text)) == MTI_PARSED) {
         int known = line == 0 ? mti_channel_take_down(b, &message, text)
-                              : mti_channel_line(b, message.rank) == line &&
+                              : (mti_channel_line(b, message.rank) == line || message.kind == MTI_MESSAGE_END) &&
                                     (b->rank == 0 ? mti_channel_compare(b, &message, text)
                                                   : mti_channel_relay(b, &message, text));
         mti_bytes_drop(&connection->in, sizeof message + (size_t)message.bytes);
@@ -6495,14 +6506,22 @@ static void mti_channel_append(mt_comm *comm, mti_message_kind kind, const mti_c
     mti_comparer_post(b->comparer);
 }
 
-/* Asks which ranks are missing, and waits for the answer. */
+/* Asks which ranks are missing. The answer is a result; when none is missing, there is no answer. */
+static void mti_channel_ask(mt_comm *comm) {
+    if (comm->nccl.channel && !mti_channel_is_decided(comm->nccl.channel))
+        mti_channel_append(comm, MTI_MESSAGE_LATE, NULL, NULL);
+}
+
+/* Whether there may still be an answer, which was asked for at `start`. */
+static int mti_channel_awaits(const mt_comm *comm, double start) {
+    const mti_channel *b = comm->nccl.channel;
+    return b && !mti_channel_is_decided(b) && !mti_channel_is_ended(b) && mti_now() < start + MTI_CHANNEL_ANSWER;
+}
+
 static void mti_channel_find_missing(mt_comm *comm) {
     double start = mti_now();
-    mti_channel *b = comm->nccl.channel;
-    if (!b || mti_channel_is_decided(b)) return;
-    mti_channel_append(comm, MTI_MESSAGE_LATE, NULL, NULL);
-    while (!mti_channel_is_decided(b) && !mti_channel_is_ended(b) && mti_now() < start + MTI_CHANNEL_ANSWER)
-        mti_rest(1, 0);
+    mti_channel_ask(comm);
+    while (mti_channel_awaits(comm, start)) mti_rest(1, 0);
 }
 
 /* Tells the other ranks that comm has failed here. Where a result is the cause, they know. */
@@ -7096,7 +7115,7 @@ static void mti_meeting_await(mti_meeting *m, double end) {
     p.events = POLLIN;
     while (m->up.stage != MTI_OPENED && m->absent < 0) {
         p.fd = m->up.fd;
-        if (p.fd < 0 || !mti_listener_wait(&p, 1, end)) m->absent = m->rank;
+        if (p.fd < 0 || (!mti_listener_wait(&p, 1, end) && poll(&p, 1, 0) <= 0)) m->absent = m->rank;
         else if (p.revents) mti_meeting_rise(m);
     }
 }
@@ -7141,7 +7160,10 @@ static int mti_channel_connect(mti_channel *b, int fd, const mti_listener *liste
     }
     for (i = 0; m.callers && i < m.count; i++) mti_caller_close(&m.callers[i]);
     b->connections[0].fd = m.up.fd;
-    for (i = 1; m.down && i <= m.children; i++) b->connections[i].fd = m.down[i].fd;
+    for (i = 1; m.down && i <= m.children; i++) {
+        b->connections[i].fd = m.down[i].fd;
+        b->connections[i].lost = opened && m.down[i].fd < 0; /* since rank 0 has decided */
+    }
     free(m.callers);
     free(m.down);
     free(m.polled);
@@ -7524,16 +7546,25 @@ static mt_status mti_nccl_fail(mt_context *ctx, mt_comm *comm, ncclResult_t resu
     return mti_nccl_give_up(ctx, comm, mti_nccl_status(result), &text);
 }
 
-/* Returns MT_ERR_TIMEOUT, or the error of a result about a busy communicator, and writes its message. */
+/* Returns MT_ERR_TIMEOUT, or the error of a result about a busy communicator, and writes its message. All are asked at
+   the same time. */
 static mt_status mti_nccl_find_missing(mt_context *ctx, mti_text *text) {
-    mt_status status = MT_SUCCESS;
+    double start = mti_now();
     mt_comm *comm;
-    for (comm = ctx->nccl; comm && status == MT_SUCCESS; comm = comm->nccl.next) {
-        if (!comm->nccl.busy || comm->nccl.broken) continue;
-        mti_channel_find_missing(comm);
-        status = mti_channel_error(comm, text);
+    int awaits = 1;
+    for (comm = ctx->nccl; comm; comm = comm->nccl.next)
+        if (comm->nccl.busy && !comm->nccl.broken) mti_channel_ask(comm);
+    while (awaits) {
+        for (comm = ctx->nccl, awaits = 0; comm; comm = comm->nccl.next) {
+            mt_status status;
+            if (!comm->nccl.busy || comm->nccl.broken) continue;
+            status = mti_channel_error(comm, text);
+            if (status != MT_SUCCESS) return status;
+            awaits |= mti_channel_awaits(comm, start);
+        }
+        mti_rest(1, 0);
     }
-    return status == MT_SUCCESS ? MT_ERR_TIMEOUT : status;
+    return MT_ERR_TIMEOUT;
 }
 
 /* Reports a timeout of the stream. Where no channel knows who is missing, the message has the last call of every busy
@@ -7959,41 +7990,28 @@ static mt_status mti_nccl_chunks(mt_context *ctx, mt_comm *comm, const mti_call 
     return MT_SUCCESS;
 }
 
-/* A reduction in the library's tree: NCCL only moves the data. */
-static mt_status mti_nccl_reduce(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    size_t ranks = (size_t)comm->size, element = mt_dtype_size(call->dtype), line = MTI_LINE / element, most;
+/* A reduction in the library's tree: NCCL only moves the data. *most: the elements of a piece; *bytes: of its scratch
+   memory */
+static mt_status mti_nccl_reduction(mt_context *ctx, mt_comm *comm, const mti_call *call, size_t *most, size_t *bytes) {
+    size_t ranks = (size_t)comm->size, element = mt_dtype_size(call->dtype), line = MTI_LINE / element;
     size_t needed = call->kind == MT_REDUCE_SCATTER ? call->count : (call->count + ranks - 1) / ranks;
-    size_t mark = mt_arena_mark(ctx);
-    void *scratch = NULL;
-    mt_status status;
     MT_TRY(mti_cuda_check_ranks(ctx, comm, call));
-    most = mti_pieces_most(comm, call, MTI_NCCL_SCRATCH);
+    *most = mti_pieces_most(comm, call, MTI_NCCL_SCRATCH);
     needed = (needed + line - 1) / line * line;
-    if (needed < most) most = needed;
-    MT_TRY(mt_arena_alloc(ctx, most * ranks * element, &scratch));
-    status = mti_nccl_chunks(ctx, comm, call, most, (char *)scratch);
-    mt_arena_release(
-        ctx, mark); /* the stream may still use the scratch memory: later work in the same stream comes after that */
-    return status;
+    if (needed < *most) *most = needed;
+    *bytes = *most * ranks * element;
+    return MT_SUCCESS;
 }
 
 /* Waits until all ranks have arrived: an all-reduce of one element, and a wait for the stream. */
-static mt_status mti_nccl_barrier(mt_context *ctx, mt_comm *comm) {
-    size_t mark = mt_arena_mark(ctx);
-    void *one = NULL;
-    mt_status status;
-    MT_TRY(mt_arena_alloc(ctx, sizeof(int32_t), &one));
-    status = mt_cuda_zero(ctx, one, sizeof(int32_t));
-    if (status == MT_SUCCESS)
-        status =
-            MTI_NCCL_RUN(ctx, comm, ncclAllReduce(one, one, 1, ncclInt32, ncclSum, comm->nccl.handle, ctx->stream));
-    if (status == MT_SUCCESS) status = mti_cuda_synchronize(ctx);
-    mt_arena_release(ctx, mark);
-    return status;
+static mt_status mti_nccl_barrier(mt_context *ctx, mt_comm *comm, void *one) {
+    MT_TRY(mt_cuda_zero(ctx, one, sizeof(int32_t)));
+    MT_TRY(MTI_NCCL_RUN(ctx, comm, ncclAllReduce(one, one, 1, ncclInt32, ncclSum, comm->nccl.handle, ctx->stream)));
+    return mti_cuda_synchronize(ctx);
 }
 
-/* Begins a call, and tells the channel about it. */
-static mt_status mti_nccl_call_begin(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+/* Returns the error of a call that this communicator does not take. */
+static mt_status mti_nccl_check(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     if (comm->nccl.home != ctx)
         return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: \"%s\" (%d ranks, over NCCL) belongs to another context",
                           mti_call_name(call->kind), comm->name, comm->size);
@@ -8001,7 +8019,11 @@ static mt_status mti_nccl_call_begin(mt_context *ctx, mt_comm *comm, const mti_c
         return mti_refuse(
             ctx, comm, MT_ERR_PEER, "%s on \"%s\" (%d ranks): rank %d calls after this communicator failed with %s",
             mti_call_name(call->kind), comm->name, comm->size, comm->rank, mt_status_name(comm->nccl.broken));
-    MT_TRY(mt_cuda_enter(ctx));
+    return mt_cuda_enter(ctx);
+}
+
+/* Begins a call, and tells the channel about it. */
+static mt_status mti_nccl_call_begin(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     mti_channel_append(comm, MTI_MESSAGE_CALL, call, NULL);
     comm->nccl.last = *call;
     MT_TRY(mti_nccl_obey(ctx, comm));
@@ -8012,12 +8034,21 @@ static mt_status mti_nccl_call_begin(mt_context *ctx, mt_comm *comm, const mti_c
     return MT_SUCCESS;
 }
 
-/* Runs a call: as a barrier, as a reduction in the library's tree, or as one call of NCCL. */
+/* Runs a call: as a barrier, as a reduction in the library's tree, or as one call of NCCL. A rank tells its call when
+   it has the memory for it: otherwise the others would wait for a call that does not come, or count one too many. */
 static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    MT_TRY(mti_nccl_call_begin(ctx, comm, call));
-    if (call->kind == MT_BARRIER) return mti_nccl_barrier(ctx, comm);
-    if (mti_nccl_is_ordered(ctx, call)) return mti_nccl_reduce(ctx, comm, call);
-    return MTI_NCCL_RUN(ctx, comm, mti_nccl_issue(ctx, comm, call));
+    size_t mark = mt_arena_mark(ctx), most = 0, bytes = call->kind == MT_BARRIER ? sizeof(int32_t) : 0;
+    void *scratch = NULL;
+    mt_status status;
+    MT_TRY(mti_nccl_check(ctx, comm, call));
+    if (mti_nccl_is_ordered(ctx, call)) MT_TRY(mti_nccl_reduction(ctx, comm, call, &most, &bytes));
+    if (bytes) MT_TRY(mt_arena_alloc(ctx, bytes, &scratch));
+    status = mti_nccl_call_begin(ctx, comm, call);
+    if (status == MT_SUCCESS && call->kind == MT_BARRIER) status = mti_nccl_barrier(ctx, comm, scratch);
+    else if (status == MT_SUCCESS && most) status = mti_nccl_chunks(ctx, comm, call, most, (char *)scratch);
+    else if (status == MT_SUCCESS) status = MTI_NCCL_RUN(ctx, comm, mti_nccl_issue(ctx, comm, call));
+    mt_arena_release(ctx, mark); /* the stream may still use it: later work in the same stream comes after that */
+    return status;
 }
 
 /* -- splitting -- */
@@ -8051,6 +8082,7 @@ static mt_status mti_nccl_members(mt_context *ctx, mt_comm *comm, int kind, mti_
     MT_TRY(mt_arena_alloc(ctx, bytes * (size_t)comm->size, &gathered));
     call = mti_call_make(MT_ALL_GATHER, (char *)gathered + at, gathered, bytes, MT_U8);
     status = mti_cuda_copy(ctx, (char *)gathered + at, (char *)all + at, bytes);
+    if (status == MT_SUCCESS) status = mti_nccl_check(ctx, comm, &named);
     if (status == MT_SUCCESS) status = mti_nccl_call_begin(ctx, comm, &named);
     if (status == MT_SUCCESS) status = MTI_NCCL_RUN(ctx, comm, mti_nccl_issue(ctx, comm, &call));
     if (status == MT_SUCCESS) status = mti_cuda_fetch(ctx, all, gathered, bytes * (size_t)comm->size);

@@ -664,6 +664,36 @@ static void test_no_communicator_for_one(void **state) {
 
 /* ---- arguments --------------------------------------------------------------------------------------------------- */
 
+/* A rank that has no memory for a call can free some and make the call: the others do not notice. */
+static mt_status without_memory(job *j, mt_context *ctx, mt_comm *comm) {
+    size_t mark;
+    mt_tensor x;
+    void *rest;
+    (void)j;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, 64, &x));
+    MT_TRY(mt_fill(ctx, x, 1.0f));
+    for (int barrier = 0; barrier < 2; barrier++) {
+        mark = mt_arena_mark(ctx);
+        MT_TRY(mt_arena_alloc(ctx, mt_arena_available(ctx), &rest));
+        if (mt_comm_rank(comm) == 1 && barrier) CHECK(mt_barrier(ctx, comm) == MT_ERR_MEMORY);
+        else if (mt_comm_rank(comm) == 1)
+            CHECK(mt_all_reduce(ctx, comm, x.data, x.data, 64, MT_F32, MT_SUM) == MT_ERR_MEMORY);
+        mt_arena_release(ctx, mark);
+        if (barrier) MT_TRY(mt_barrier(ctx, comm));
+        else MT_TRY(mt_all_reduce(ctx, comm, x.data, x.data, 64, MT_F32, MT_SUM));
+        MT_TRY(mt_broadcast(ctx, comm, x.data, x.data, 64, MT_F32, 0));
+        MT_TRY(mt_context_synchronize(ctx));
+    }
+    return mt_barrier(ctx, comm); /* rank 0 has compared the calls before, or finds out now */
+}
+
+static void test_a_call_without_memory(void **state) {
+    (void)state;
+    job j = job_make(FOR_DEVICE, 2, without_memory);
+    j.where.invariant = 2;
+    job_run(&j);
+}
+
 static mt_status refusals(job *j, mt_context *ctx, mt_comm *comm) {
     mt_context_desc where;
     mt_context *other = NULL;
@@ -2199,6 +2229,7 @@ int main(void) {
         cmocka_unit_test(test_split_of_a_split),
         cmocka_unit_test(test_split_of_a_split_on_one_gpu),
         cmocka_unit_test(test_no_communicator_for_one),
+        cmocka_unit_test(test_a_call_without_memory),
         cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_context_destroyed_first),
         cmocka_unit_test(test_wait_for_peers),

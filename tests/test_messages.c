@@ -53,83 +53,84 @@ static void check_sample(const sample *s) {
 #define ALLREDUCE ((uint64_t)MT_ALL_REDUCE + 1)
 #define THREE (3 * sizeof(mti_said)) /* bytes of the calls of 3 ranks */
 
+static const char zeros[THREE + 2], calls[THREE + 2] = {(char)200};
+static const sample samples[] = {
+    /* what ranks send */
+    {0, MTI_MESSAGE_CALL, 1, ALLREDUCE, 0, 0, NULL, 0, 1},
+    {0, MTI_MESSAGE_LATE, 1, 0, 0, 0, NULL, 0, 1},
+    {0, MTI_MESSAGE_LEFT, 1, 0, 9, 0, NULL, 9, 1},
+    {0, MTI_MESSAGE_FAILED, 1, 0, 9, 0, NULL, 9, 1},
+    {0, MTI_MESSAGE_END, 1, MTI_END_AHEAD, 0, 0, NULL, 0, 1},
+    {1, MTI_MESSAGE_END, 0, MTI_END_LEFT, 0, 0, NULL, 0, 1},
+    {1, MTI_MESSAGE_LEFT, 0, 0, 9, 0, NULL, 9, 1},
+    {1, MTI_MESSAGE_RESULT, -1, MTI_WHY_DIFFERS, THREE + 1, 0, zeros, THREE + 1, 1},
+    {1, MTI_MESSAGE_RESULT, 0, MTI_WHY_UNLIKE, THREE + 1, 3, zeros, THREE + 1, 1},
+    {1, MTI_MESSAGE_END, 2, MTI_END_MEMORY, 0, 0, NULL, 0, 1},
+    {0, MTI_MESSAGE_LEFT, 1, 0, MTI_MESSAGE_TEXT, 0, NULL, 100, 1}, /* the rest may still come */
+    /* sizes */
+    {0, MTI_MESSAGE_LEFT, 1, 0, 0, 0, NULL, 0, 0},
+    {0, MTI_MESSAGE_LEFT, 1, 0, 1, 0, "", 1, 0},
+    {0, MTI_MESSAGE_FAILED, 1, 0, 0, 0, NULL, 0, 0},
+    {1, MTI_MESSAGE_LEFT, 0, 0, 0, 0, NULL, 0, 0},
+    {0, MTI_MESSAGE_LEFT, 1, 0, MTI_MESSAGE_TEXT + 1, 0, NULL, 0, 0},
+    {0, MTI_MESSAGE_LEFT, 1, 0, (uint64_t)1 << 60, 0, NULL, 100, 0},
+    {0, MTI_MESSAGE_LEFT, 1, 0, UINT64_MAX, 0, NULL, 100, 0},
+    {0, MTI_MESSAGE_CALL, 1, ALLREDUCE, 4, 0, NULL, 4, 0},
+    {0, MTI_MESSAGE_CALL, 1, ALLREDUCE, UINT64_MAX - 39, 0, NULL, 100, 0},
+    {1, MTI_MESSAGE_RESULT, -1, MTI_WHY_DIFFERS, 0, 0, NULL, 0, 0},
+    {1, MTI_MESSAGE_RESULT, -1, MTI_WHY_DIFFERS, THREE, 0, zeros, THREE, 0},
+    {1, MTI_MESSAGE_RESULT, -1, MTI_WHY_DIFFERS, THREE + MTI_MESSAGE_TEXT + 1, 0, zeros, THREE, 0},
+    /* texts that do not end, or end before */
+    {0, MTI_MESSAGE_LEFT, 1, 0, 8, 0, NULL, 8, 0},
+    {0, MTI_MESSAGE_LEFT, 1, 0, 12, 0, NULL, 12, 0},
+    {0, MTI_MESSAGE_FAILED, 1, 0, 4, 0, NULL, 4, 0},
+    {1, MTI_MESSAGE_LEFT, 0, 0, 8, 0, NULL, 8, 0},
+    {1, MTI_MESSAGE_RESULT, -1, MTI_WHY_DIFFERS, THREE + 2, 0, zeros, THREE + 2, 0},
+    /* values */
+    {0, MTI_MESSAGE_CALL, 3, ALLREDUCE, 0, 0, NULL, 0, 0},
+    {0, MTI_MESSAGE_CALL, -1, ALLREDUCE, 0, 0, NULL, 0, 0},
+    {0, MTI_MESSAGE_LEFT, 1, 2, 9, 0, NULL, 9, 0},
+    /* about ranks that are not at the other end */
+    {0, MTI_MESSAGE_CALL, 2, ALLREDUCE, 0, 0, NULL, 0, 0},
+    {0, MTI_MESSAGE_CALL, 0, ALLREDUCE, 0, 0, NULL, 0, 0},
+    {0, MTI_MESSAGE_LATE, 2, 0, 0, 0, NULL, 0, 0},
+    {0, MTI_MESSAGE_LEFT, 0, 0, 9, 0, NULL, 9, 0},
+    {0, MTI_MESSAGE_FAILED, 2, 0, 9, 0, NULL, 9, 0},
+    {0, MTI_MESSAGE_END, 2, MTI_END_AHEAD, 0, 0, NULL, 0, 1}, /* because of any rank */
+    {1, MTI_MESSAGE_LEFT, 1, 0, 9, 0, NULL, 9, 0},
+    {1, MTI_MESSAGE_LEFT, 2, 0, 9, 0, NULL, 9, 0},
+    {0, MTI_MESSAGE_CALL, -2, ALLREDUCE, 0, 0, NULL, 0, 0},
+    {0, MTI_MESSAGE_CALL, 1, 40, 0, 0, NULL, 0, 0},
+    {0, MTI_MESSAGE_CALL, 1, ALLREDUCE | 9 << 8, 0, 0, NULL, 0, 0},
+    {0, MTI_MESSAGE_CALL, 1, ALLREDUCE | 9 << 16, 0, 0, NULL, 0, 0},
+    {0, MTI_MESSAGE_END, 1, 7, 0, 0, NULL, 0, 0},
+    {1, MTI_MESSAGE_RESULT, -1, MTI_WHY_UNLIKE, THREE + 1, 3, zeros, THREE + 1, 0},
+    {1, MTI_MESSAGE_RESULT, 1, MTI_WHY_UNLIKE, THREE + 1, 0, zeros, THREE + 1, 0},
+    {1, MTI_MESSAGE_RESULT, 1, MTI_WHY_UNLIKE, THREE + 1, 4, zeros, THREE + 1, 0},
+    {1, MTI_MESSAGE_RESULT, -1, MTI_WHY_LEFT, THREE + 1, 0, zeros, THREE + 1, 0},
+    {1, MTI_MESSAGE_RESULT, -1, 99, THREE + 1, 0, zeros, THREE + 1, 0},
+    {1, MTI_MESSAGE_RESULT, -1, MTI_WHY_DIFFERS, THREE + 1, 0, calls, THREE + 1, 0},
+    {0, MTI_MESSAGE_CALLS, 1, ALLREDUCE, 0, 0, NULL, 0, 0}, /* no rank is below rank 1 */
+    {0, MTI_MESSAGE_CALLS, 1, (uint64_t)MT_SEND + 1, 0, 0, NULL, 0, 0},
+    /* kinds that do not come from there */
+    {0, MTI_MESSAGE_HELLO, 1, 0, 0, 0, NULL, 0, 0},
+    {0, MTI_MESSAGE_CHALLENGE, 1, 0, 0, 0, NULL, 0, 0},
+    {0, MTI_MESSAGE_PROOF, 1, 0, 0, 0, NULL, 0, 0},
+    {0, MTI_MESSAGE_READY, 1, 0, 0, 0, NULL, 0, 0},
+    {0, MTI_MESSAGE_ABSENT, 1, 0, 0, 0, NULL, 0, 0},
+    {0, MTI_MESSAGE_OPEN, 1, 0, 0, 0, NULL, 0, 0},
+    {0, MTI_MESSAGE_RESULT, -1, MTI_WHY_DIFFERS, THREE + 1, 0, zeros, THREE + 1, 0},
+    {1, MTI_MESSAGE_CALL, 0, ALLREDUCE, 0, 0, NULL, 0, 0},
+    {1, MTI_MESSAGE_CALLS, 0, ALLREDUCE, 0, 0, NULL, 0, 0},
+    {1, MTI_MESSAGE_LATE, 0, 0, 0, 0, NULL, 0, 0},
+    {1, MTI_MESSAGE_FAILED, 0, 0, 9, 0, NULL, 9, 0},
+    {1, MTI_MESSAGE_OPEN, 0, 0, 0, 0, NULL, 0, 0},
+    {1, MTI_MESSAGE_ABSENT, 0, 0, 0, 0, NULL, 0, 0},
+    {0, 99, 1, 0, 0, 0, NULL, 0, 0},
+    {0, -1, 1, 0, 0, 0, NULL, 0, 0},
+};
+
 static void test_malformed(void **state) {
-    static const char zeros[THREE + 2], calls[THREE + 2] = {(char)200};
-    static const sample samples[] = {
-        /* what ranks send */
-        {0, MTI_MESSAGE_CALL, 1, ALLREDUCE, 0, 0, NULL, 0, 1},
-        {0, MTI_MESSAGE_LATE, 1, 0, 0, 0, NULL, 0, 1},
-        {0, MTI_MESSAGE_LEFT, 1, 0, 9, 0, NULL, 9, 1},
-        {0, MTI_MESSAGE_FAILED, 1, 0, 9, 0, NULL, 9, 1},
-        {0, MTI_MESSAGE_END, 1, MTI_END_AHEAD, 0, 0, NULL, 0, 1},
-        {1, MTI_MESSAGE_END, 0, MTI_END_LEFT, 0, 0, NULL, 0, 1},
-        {1, MTI_MESSAGE_LEFT, 0, 0, 9, 0, NULL, 9, 1},
-        {1, MTI_MESSAGE_RESULT, -1, MTI_WHY_DIFFERS, THREE + 1, 0, zeros, THREE + 1, 1},
-        {1, MTI_MESSAGE_RESULT, 0, MTI_WHY_UNLIKE, THREE + 1, 3, zeros, THREE + 1, 1},
-        {1, MTI_MESSAGE_END, 2, MTI_END_MEMORY, 0, 0, NULL, 0, 1},
-        {0, MTI_MESSAGE_LEFT, 1, 0, MTI_MESSAGE_TEXT, 0, NULL, 100, 1}, /* the rest may still come */
-        /* sizes */
-        {0, MTI_MESSAGE_LEFT, 1, 0, 0, 0, NULL, 0, 0},
-        {0, MTI_MESSAGE_LEFT, 1, 0, 1, 0, "", 1, 0},
-        {0, MTI_MESSAGE_FAILED, 1, 0, 0, 0, NULL, 0, 0},
-        {1, MTI_MESSAGE_LEFT, 0, 0, 0, 0, NULL, 0, 0},
-        {0, MTI_MESSAGE_LEFT, 1, 0, MTI_MESSAGE_TEXT + 1, 0, NULL, 0, 0},
-        {0, MTI_MESSAGE_LEFT, 1, 0, (uint64_t)1 << 60, 0, NULL, 100, 0},
-        {0, MTI_MESSAGE_LEFT, 1, 0, UINT64_MAX, 0, NULL, 100, 0},
-        {0, MTI_MESSAGE_CALL, 1, ALLREDUCE, 4, 0, NULL, 4, 0},
-        {0, MTI_MESSAGE_CALL, 1, ALLREDUCE, UINT64_MAX - 39, 0, NULL, 100, 0},
-        {1, MTI_MESSAGE_RESULT, -1, MTI_WHY_DIFFERS, 0, 0, NULL, 0, 0},
-        {1, MTI_MESSAGE_RESULT, -1, MTI_WHY_DIFFERS, THREE, 0, zeros, THREE, 0},
-        {1, MTI_MESSAGE_RESULT, -1, MTI_WHY_DIFFERS, THREE + MTI_MESSAGE_TEXT + 1, 0, zeros, THREE, 0},
-        /* texts that do not end, or end before */
-        {0, MTI_MESSAGE_LEFT, 1, 0, 8, 0, NULL, 8, 0},
-        {0, MTI_MESSAGE_LEFT, 1, 0, 12, 0, NULL, 12, 0},
-        {0, MTI_MESSAGE_FAILED, 1, 0, 4, 0, NULL, 4, 0},
-        {1, MTI_MESSAGE_LEFT, 0, 0, 8, 0, NULL, 8, 0},
-        {1, MTI_MESSAGE_RESULT, -1, MTI_WHY_DIFFERS, THREE + 2, 0, zeros, THREE + 2, 0},
-        /* values */
-        {0, MTI_MESSAGE_CALL, 3, ALLREDUCE, 0, 0, NULL, 0, 0},
-        {0, MTI_MESSAGE_CALL, -1, ALLREDUCE, 0, 0, NULL, 0, 0},
-        {0, MTI_MESSAGE_LEFT, 1, 2, 9, 0, NULL, 9, 0},
-        /* about ranks that are not at the other end */
-        {0, MTI_MESSAGE_CALL, 2, ALLREDUCE, 0, 0, NULL, 0, 0},
-        {0, MTI_MESSAGE_CALL, 0, ALLREDUCE, 0, 0, NULL, 0, 0},
-        {0, MTI_MESSAGE_LATE, 2, 0, 0, 0, NULL, 0, 0},
-        {0, MTI_MESSAGE_LEFT, 0, 0, 9, 0, NULL, 9, 0},
-        {0, MTI_MESSAGE_FAILED, 2, 0, 9, 0, NULL, 9, 0},
-        {0, MTI_MESSAGE_END, 2, MTI_END_AHEAD, 0, 0, NULL, 0, 0},
-        {1, MTI_MESSAGE_LEFT, 1, 0, 9, 0, NULL, 9, 0},
-        {1, MTI_MESSAGE_LEFT, 2, 0, 9, 0, NULL, 9, 0},
-        {0, MTI_MESSAGE_CALL, -2, ALLREDUCE, 0, 0, NULL, 0, 0},
-        {0, MTI_MESSAGE_CALL, 1, 40, 0, 0, NULL, 0, 0},
-        {0, MTI_MESSAGE_CALL, 1, ALLREDUCE | 9 << 8, 0, 0, NULL, 0, 0},
-        {0, MTI_MESSAGE_CALL, 1, ALLREDUCE | 9 << 16, 0, 0, NULL, 0, 0},
-        {0, MTI_MESSAGE_END, 1, 7, 0, 0, NULL, 0, 0},
-        {1, MTI_MESSAGE_RESULT, -1, MTI_WHY_UNLIKE, THREE + 1, 3, zeros, THREE + 1, 0},
-        {1, MTI_MESSAGE_RESULT, 1, MTI_WHY_UNLIKE, THREE + 1, 0, zeros, THREE + 1, 0},
-        {1, MTI_MESSAGE_RESULT, 1, MTI_WHY_UNLIKE, THREE + 1, 4, zeros, THREE + 1, 0},
-        {1, MTI_MESSAGE_RESULT, -1, MTI_WHY_LEFT, THREE + 1, 0, zeros, THREE + 1, 0},
-        {1, MTI_MESSAGE_RESULT, -1, 99, THREE + 1, 0, zeros, THREE + 1, 0},
-        {1, MTI_MESSAGE_RESULT, -1, MTI_WHY_DIFFERS, THREE + 1, 0, calls, THREE + 1, 0},
-        {0, MTI_MESSAGE_CALLS, 1, ALLREDUCE, 0, 0, NULL, 0, 0}, /* no rank is below rank 1 */
-        {0, MTI_MESSAGE_CALLS, 1, (uint64_t)MT_SEND + 1, 0, 0, NULL, 0, 0},
-        /* kinds that do not come from there */
-        {0, MTI_MESSAGE_HELLO, 1, 0, 0, 0, NULL, 0, 0},
-        {0, MTI_MESSAGE_CHALLENGE, 1, 0, 0, 0, NULL, 0, 0},
-        {0, MTI_MESSAGE_PROOF, 1, 0, 0, 0, NULL, 0, 0},
-        {0, MTI_MESSAGE_READY, 1, 0, 0, 0, NULL, 0, 0},
-        {0, MTI_MESSAGE_ABSENT, 1, 0, 0, 0, NULL, 0, 0},
-        {0, MTI_MESSAGE_OPEN, 1, 0, 0, 0, NULL, 0, 0},
-        {0, MTI_MESSAGE_RESULT, -1, MTI_WHY_DIFFERS, THREE + 1, 0, zeros, THREE + 1, 0},
-        {1, MTI_MESSAGE_CALL, 0, ALLREDUCE, 0, 0, NULL, 0, 0},
-        {1, MTI_MESSAGE_CALLS, 0, ALLREDUCE, 0, 0, NULL, 0, 0},
-        {1, MTI_MESSAGE_LATE, 0, 0, 0, 0, NULL, 0, 0},
-        {1, MTI_MESSAGE_FAILED, 0, 0, 9, 0, NULL, 9, 0},
-        {1, MTI_MESSAGE_OPEN, 0, 0, 0, 0, NULL, 0, 0},
-        {1, MTI_MESSAGE_ABSENT, 0, 0, 0, 0, NULL, 0, 0},
-        {0, 99, 1, 0, 0, 0, NULL, 0, 0},
-        {0, -1, 1, 0, 0, 0, NULL, 0, 0},
-    };
     (void)state;
     for (size_t i = 0; i < sizeof samples / sizeof *samples; i++) check_sample(&samples[i]);
 }
@@ -443,6 +444,21 @@ static void test_a_rank_in_the_middle_leaves(void **state) {
     }
 }
 
+/* A rank ends the comparison because of a rank that is not below it: those between it and rank 0 end it, too. */
+static void test_an_end_from_below(void **state) {
+    (void)state;
+    for (int middle = 0; middle < 2; middle++) {
+        messages m;
+        mti_message end = message_of(MTI_MESSAGE_END, middle ? 0 : 2, MTI_END_LEFT, 0);
+        assert_true(messages_open(&m, middle, 40));
+        messages_send(&m, 1, &end, sizeof end);
+        messages_work(&m);
+        assert_true(m.channel->ended && m.channel->end.rank == end.rank && m.channel->end.what == MTI_END_LEFT);
+        assert_true(m.channel->connections[1].fd >= 0);
+        messages_close(&m);
+    }
+}
+
 /* ---- secrets and addresses --------------------------------------------------------------------------------------- */
 
 /* The vectors of the reference implementation: the key 00 01 ... 0f, and the data 00 01 ... of 0 to 15 bytes. */
@@ -503,59 +519,60 @@ typedef struct choice {
     const char *chosen; /* NULL: none */
 } choice;
 
+static const struct {
+    const char *name, *at, *mask;
+} fake_interfaces[] = {
+    {"lo", "127.0.0.1", "255.0.0.0"},
+    {"docker0", "172.17.0.1", "255.255.0.0"},
+    {"virbr0", "192.168.122.1", "255.255.255.0"},
+    {"eth0", "10.0.0.1", "255.255.255.0"},
+    {"eth1", "10.0.1.1", "255.255.255.0"},
+    {"eth10", "10.0.10.1", "255.255.255.0"},
+    {"ib0", "10.1.0.1", "255.255.255.0"},
+    {"lo", "::1", "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff"},
+    {"eth1", "fe80::1", "ffff:ffff:ffff:ffff::"},
+    {"eth1", "fd00::1", "ffff:ffff:ffff:ffff::"},
+    {"eth2", "fe80::2", "ffff:ffff:ffff:ffff::"},
+};
+static const choice choices[] = {
+    /* NCCL's own order */
+    {"", NULL, 0, NULL, "10.1.0.1"},
+    {" ib0 ", NULL, 0, NULL, "10.0.0.1"},
+    {" ib0 eth0 eth1 eth10 eth2 ", NULL, 0, NULL, "172.17.0.1"},
+    {" ib0 eth0 eth1 eth10 eth2 docker0 ", NULL, 0, NULL, "127.0.0.1"},
+    {" ib0 eth0 eth1 eth10 eth2 docker0 lo ", NULL, 0, NULL, "192.168.122.1"},
+    {" ib0 eth0 eth1 eth10 eth2 docker0 lo virbr0 ", NULL, 0, NULL, NULL},
+    {" ib0 ", NULL, 0, "10.0.10.7", "10.0.10.1"},
+    {" ib0 ", NULL, 0, "127.0.0.1", "127.0.0.1"},
+    {" ib0 ", NULL, 0, "8.8.8.8", "10.0.0.1"},
+    {"", NULL, 0, "10.0.10.7", "10.1.0.1"},
+    {" ib0 ", NULL, AF_INET6, "10.0.10.7", "10.0.10.1"},
+    {" ib0 ", NULL, 0, "fd00::9", "fd00::1"},
+    /* families; fe80:: and ::1 only when there is no other */
+    {"", NULL, AF_INET6, NULL, "fd00::1"},
+    {"", "lo", AF_INET6, NULL, "::1"},
+    {"", "eth2", 0, NULL, "fe80::2"},
+    {"", "eth1", AF_INET6, NULL, "fd00::1"},
+    {"", "eth2", AF_INET, NULL, NULL},
+    {" eth0 eth1 eth10 ib0 docker0 lo virbr0 ", NULL, 0, NULL, "fe80::2"},
+    /* lists: prefixes, exact names, exclusion */
+    {"", "eth", 0, NULL, "10.0.0.1"},
+    {"", "eth1", 0, NULL, "10.0.1.1"},
+    {"", "nothing,eth10,ib", 0, NULL, "10.0.10.1"},
+    {"", "eth1:4,ib", 0, NULL, "10.0.1.1"},
+    {"", "=eth", 0, NULL, NULL},
+    {"", "=eth10", 0, NULL, "10.0.10.1"},
+    {"", "=ib,eth1", 0, NULL, "10.0.1.1"},
+    {"", "^lo,docker,virbr", 0, NULL, "10.0.0.1"},
+    {"", "^lo,docker,virbr,eth", 0, NULL, "10.1.0.1"},
+    {"", "^=lo,docker0,virbr0,eth0,eth1", 0, NULL, "10.0.10.1"},
+    {"", "^=lo,docker,virbr,eth", 0, NULL, "172.17.0.1"},
+    {"", "eth1", 0, "10.0.10.7", "10.0.1.1"},
+    {"", "^", 0, NULL, NULL},
+    {"", "nothing", 0, NULL, NULL},
+};
+
 static void test_interfaces(void **state) {
-    static const struct {
-        const char *name, *at, *mask;
-    } all[] = {
-        {"lo", "127.0.0.1", "255.0.0.0"},
-        {"docker0", "172.17.0.1", "255.255.0.0"},
-        {"virbr0", "192.168.122.1", "255.255.255.0"},
-        {"eth0", "10.0.0.1", "255.255.255.0"},
-        {"eth1", "10.0.1.1", "255.255.255.0"},
-        {"eth10", "10.0.10.1", "255.255.255.0"},
-        {"ib0", "10.1.0.1", "255.255.255.0"},
-        {"lo", "::1", "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff"},
-        {"eth1", "fe80::1", "ffff:ffff:ffff:ffff::"},
-        {"eth1", "fd00::1", "ffff:ffff:ffff:ffff::"},
-        {"eth2", "fe80::2", "ffff:ffff:ffff:ffff::"},
-    };
-    static const choice choices[] = {
-        /* NCCL's own order */
-        {"", NULL, 0, NULL, "10.1.0.1"},
-        {" ib0 ", NULL, 0, NULL, "10.0.0.1"},
-        {" ib0 eth0 eth1 eth10 eth2 ", NULL, 0, NULL, "172.17.0.1"},
-        {" ib0 eth0 eth1 eth10 eth2 docker0 ", NULL, 0, NULL, "127.0.0.1"},
-        {" ib0 eth0 eth1 eth10 eth2 docker0 lo ", NULL, 0, NULL, "192.168.122.1"},
-        {" ib0 eth0 eth1 eth10 eth2 docker0 lo virbr0 ", NULL, 0, NULL, NULL},
-        {" ib0 ", NULL, 0, "10.0.10.7", "10.0.10.1"},
-        {" ib0 ", NULL, 0, "127.0.0.1", "127.0.0.1"},
-        {" ib0 ", NULL, 0, "8.8.8.8", "10.0.0.1"},
-        {"", NULL, 0, "10.0.10.7", "10.1.0.1"},
-        {" ib0 ", NULL, AF_INET6, "10.0.10.7", "10.0.10.1"},
-        {" ib0 ", NULL, 0, "fd00::9", "fd00::1"},
-        /* families; fe80:: and ::1 only when there is no other */
-        {"", NULL, AF_INET6, NULL, "fd00::1"},
-        {"", "lo", AF_INET6, NULL, "::1"},
-        {"", "eth2", 0, NULL, "fe80::2"},
-        {"", "eth1", AF_INET6, NULL, "fd00::1"},
-        {"", "eth2", AF_INET, NULL, NULL},
-        {" eth0 eth1 eth10 ib0 docker0 lo virbr0 ", NULL, 0, NULL, "fe80::2"},
-        /* lists: prefixes, exact names, exclusion */
-        {"", "eth", 0, NULL, "10.0.0.1"},
-        {"", "eth1", 0, NULL, "10.0.1.1"},
-        {"", "nothing,eth10,ib", 0, NULL, "10.0.10.1"},
-        {"", "eth1:4,ib", 0, NULL, "10.0.1.1"},
-        {"", "=eth", 0, NULL, NULL},
-        {"", "=eth10", 0, NULL, "10.0.10.1"},
-        {"", "=ib,eth1", 0, NULL, "10.0.1.1"},
-        {"", "^lo,docker,virbr", 0, NULL, "10.0.0.1"},
-        {"", "^lo,docker,virbr,eth", 0, NULL, "10.1.0.1"},
-        {"", "^=lo,docker0,virbr0,eth0,eth1", 0, NULL, "10.0.10.1"},
-        {"", "^=lo,docker,virbr,eth", 0, NULL, "172.17.0.1"},
-        {"", "eth1", 0, "10.0.10.7", "10.0.1.1"},
-        {"", "^", 0, NULL, NULL},
-        {"", "nothing", 0, NULL, NULL},
-    };
     (void)state;
     for (size_t i = 0; i < sizeof choices / sizeof *choices; i++) {
         const choice *c = &choices[i];
@@ -563,13 +580,13 @@ static void test_interfaces(void **state) {
         mti_address beside, wanted;
         const mti_interface *chosen;
         int count = 0;
-        for (size_t k = 0; k < sizeof all / sizeof *all; k++) {
+        for (size_t k = 0; k < sizeof fake_interfaces / sizeof *fake_interfaces; k++) {
             char word[32];
-            snprintf(word, sizeof word, " %s ", all[k].name);
+            snprintf(word, sizeof word, " %s ", fake_interfaces[k].name);
             if (strstr(c->without, word)) continue;
-            here[count].name = all[k].name;
-            here[count].at = address_of(all[k].at);
-            here[count++].mask = address_of(all[k].mask);
+            here[count].name = fake_interfaces[k].name;
+            here[count].at = address_of(fake_interfaces[k].at);
+            here[count++].mask = address_of(fake_interfaces[k].mask);
         }
         if (c->beside) beside = address_of(c->beside);
         chosen = mti_interface_choose(here, count, c->list, c->family, c->beside ? &beside : NULL);
@@ -1391,6 +1408,7 @@ int main(void) {
         cmocka_unit_test(test_ranks_of_a_subtree),
         cmocka_unit_test(test_merged),
         cmocka_unit_test(test_a_rank_in_the_middle_leaves),
+        cmocka_unit_test(test_an_end_from_below),
         cmocka_unit_test(test_siphash),
         cmocka_unit_test(test_proof),
         cmocka_unit_test(test_interfaces),

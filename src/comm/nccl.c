@@ -126,16 +126,25 @@ static mt_status mti_nccl_fail(mt_context *ctx, mt_comm *comm, ncclResult_t resu
     return mti_nccl_give_up(ctx, comm, mti_nccl_status(result), &text);
 }
 
-/* Returns MT_ERR_TIMEOUT, or the error of a result about a busy communicator, and writes its message. */
+/* Returns MT_ERR_TIMEOUT, or the error of a result about a busy communicator, and writes its message. All are asked at
+   the same time. */
 static mt_status mti_nccl_find_missing(mt_context *ctx, mti_text *text) {
-    mt_status status = MT_SUCCESS;
+    double start = mti_now();
     mt_comm *comm;
-    for (comm = ctx->nccl; comm && status == MT_SUCCESS; comm = comm->nccl.next) {
-        if (!comm->nccl.busy || comm->nccl.broken) continue;
-        mti_channel_find_missing(comm);
-        status = mti_channel_error(comm, text);
+    int awaits = 1;
+    for (comm = ctx->nccl; comm; comm = comm->nccl.next)
+        if (comm->nccl.busy && !comm->nccl.broken) mti_channel_ask(comm);
+    while (awaits) {
+        for (comm = ctx->nccl, awaits = 0; comm; comm = comm->nccl.next) {
+            mt_status status;
+            if (!comm->nccl.busy || comm->nccl.broken) continue;
+            status = mti_channel_error(comm, text);
+            if (status != MT_SUCCESS) return status;
+            awaits |= mti_channel_awaits(comm, start);
+        }
+        mti_rest(1, 0);
     }
-    return status == MT_SUCCESS ? MT_ERR_TIMEOUT : status;
+    return MT_ERR_TIMEOUT;
 }
 
 /* Reports a timeout of the stream. Where no channel knows who is missing, the message has the last call of every busy
@@ -561,41 +570,28 @@ static mt_status mti_nccl_chunks(mt_context *ctx, mt_comm *comm, const mti_call 
     return MT_SUCCESS;
 }
 
-/* A reduction in the library's tree: NCCL only moves the data. */
-static mt_status mti_nccl_reduce(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    size_t ranks = (size_t)comm->size, element = mt_dtype_size(call->dtype), line = MTI_LINE / element, most;
+/* A reduction in the library's tree: NCCL only moves the data. *most: the elements of a piece; *bytes: of its scratch
+   memory */
+static mt_status mti_nccl_reduction(mt_context *ctx, mt_comm *comm, const mti_call *call, size_t *most, size_t *bytes) {
+    size_t ranks = (size_t)comm->size, element = mt_dtype_size(call->dtype), line = MTI_LINE / element;
     size_t needed = call->kind == MT_REDUCE_SCATTER ? call->count : (call->count + ranks - 1) / ranks;
-    size_t mark = mt_arena_mark(ctx);
-    void *scratch = NULL;
-    mt_status status;
     MT_TRY(mti_cuda_check_ranks(ctx, comm, call));
-    most = mti_pieces_most(comm, call, MTI_NCCL_SCRATCH);
+    *most = mti_pieces_most(comm, call, MTI_NCCL_SCRATCH);
     needed = (needed + line - 1) / line * line;
-    if (needed < most) most = needed;
-    MT_TRY(mt_arena_alloc(ctx, most * ranks * element, &scratch));
-    status = mti_nccl_chunks(ctx, comm, call, most, (char *)scratch);
-    mt_arena_release(
-        ctx, mark); /* the stream may still use the scratch memory: later work in the same stream comes after that */
-    return status;
+    if (needed < *most) *most = needed;
+    *bytes = *most * ranks * element;
+    return MT_SUCCESS;
 }
 
 /* Waits until all ranks have arrived: an all-reduce of one element, and a wait for the stream. */
-static mt_status mti_nccl_barrier(mt_context *ctx, mt_comm *comm) {
-    size_t mark = mt_arena_mark(ctx);
-    void *one = NULL;
-    mt_status status;
-    MT_TRY(mt_arena_alloc(ctx, sizeof(int32_t), &one));
-    status = mt_cuda_zero(ctx, one, sizeof(int32_t));
-    if (status == MT_SUCCESS)
-        status =
-            MTI_NCCL_RUN(ctx, comm, ncclAllReduce(one, one, 1, ncclInt32, ncclSum, comm->nccl.handle, ctx->stream));
-    if (status == MT_SUCCESS) status = mti_cuda_synchronize(ctx);
-    mt_arena_release(ctx, mark);
-    return status;
+static mt_status mti_nccl_barrier(mt_context *ctx, mt_comm *comm, void *one) {
+    MT_TRY(mt_cuda_zero(ctx, one, sizeof(int32_t)));
+    MT_TRY(MTI_NCCL_RUN(ctx, comm, ncclAllReduce(one, one, 1, ncclInt32, ncclSum, comm->nccl.handle, ctx->stream)));
+    return mti_cuda_synchronize(ctx);
 }
 
-/* Begins a call, and tells the channel about it. */
-static mt_status mti_nccl_call_begin(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+/* Returns the error of a call that this communicator does not take. */
+static mt_status mti_nccl_check(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     if (comm->nccl.home != ctx)
         return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: \"%s\" (%d ranks, over NCCL) belongs to another context",
                           mti_call_name(call->kind), comm->name, comm->size);
@@ -603,7 +599,11 @@ static mt_status mti_nccl_call_begin(mt_context *ctx, mt_comm *comm, const mti_c
         return mti_refuse(
             ctx, comm, MT_ERR_PEER, "%s on \"%s\" (%d ranks): rank %d calls after this communicator failed with %s",
             mti_call_name(call->kind), comm->name, comm->size, comm->rank, mt_status_name(comm->nccl.broken));
-    MT_TRY(mt_cuda_enter(ctx));
+    return mt_cuda_enter(ctx);
+}
+
+/* Begins a call, and tells the channel about it. */
+static mt_status mti_nccl_call_begin(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     mti_channel_append(comm, MTI_MESSAGE_CALL, call, NULL);
     comm->nccl.last = *call;
     MT_TRY(mti_nccl_obey(ctx, comm));
@@ -614,12 +614,21 @@ static mt_status mti_nccl_call_begin(mt_context *ctx, mt_comm *comm, const mti_c
     return MT_SUCCESS;
 }
 
-/* Runs a call: as a barrier, as a reduction in the library's tree, or as one call of NCCL. */
+/* Runs a call: as a barrier, as a reduction in the library's tree, or as one call of NCCL. A rank tells its call when
+   it has the memory for it: otherwise the others would wait for a call that does not come, or count one too many. */
 static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    MT_TRY(mti_nccl_call_begin(ctx, comm, call));
-    if (call->kind == MT_BARRIER) return mti_nccl_barrier(ctx, comm);
-    if (mti_nccl_is_ordered(ctx, call)) return mti_nccl_reduce(ctx, comm, call);
-    return MTI_NCCL_RUN(ctx, comm, mti_nccl_issue(ctx, comm, call));
+    size_t mark = mt_arena_mark(ctx), most = 0, bytes = call->kind == MT_BARRIER ? sizeof(int32_t) : 0;
+    void *scratch = NULL;
+    mt_status status;
+    MT_TRY(mti_nccl_check(ctx, comm, call));
+    if (mti_nccl_is_ordered(ctx, call)) MT_TRY(mti_nccl_reduction(ctx, comm, call, &most, &bytes));
+    if (bytes) MT_TRY(mt_arena_alloc(ctx, bytes, &scratch));
+    status = mti_nccl_call_begin(ctx, comm, call);
+    if (status == MT_SUCCESS && call->kind == MT_BARRIER) status = mti_nccl_barrier(ctx, comm, scratch);
+    else if (status == MT_SUCCESS && most) status = mti_nccl_chunks(ctx, comm, call, most, (char *)scratch);
+    else if (status == MT_SUCCESS) status = MTI_NCCL_RUN(ctx, comm, mti_nccl_issue(ctx, comm, call));
+    mt_arena_release(ctx, mark); /* the stream may still use it: later work in the same stream comes after that */
+    return status;
 }
 
 /* -- splitting -- */
@@ -653,6 +662,7 @@ static mt_status mti_nccl_members(mt_context *ctx, mt_comm *comm, int kind, mti_
     MT_TRY(mt_arena_alloc(ctx, bytes * (size_t)comm->size, &gathered));
     call = mti_call_make(MT_ALL_GATHER, (char *)gathered + at, gathered, bytes, MT_U8);
     status = mti_cuda_copy(ctx, (char *)gathered + at, (char *)all + at, bytes);
+    if (status == MT_SUCCESS) status = mti_nccl_check(ctx, comm, &named);
     if (status == MT_SUCCESS) status = mti_nccl_call_begin(ctx, comm, &named);
     if (status == MT_SUCCESS) status = MTI_NCCL_RUN(ctx, comm, mti_nccl_issue(ctx, comm, &call));
     if (status == MT_SUCCESS) status = mti_cuda_fetch(ctx, all, gathered, bytes * (size_t)comm->size);

@@ -9,11 +9,12 @@
 
    A collective returns as soon as its work is in the context's stream. Only mt_barrier waits until the work is done.
    When a rank is late or gone, the other ranks get MT_ERR_TIMEOUT or MT_ERR_PEER from a collective or from the call
-   that waits for the stream (such as mt_context_synchronize), at most timeout_s after this call has begun to wait.
+   that waits for the stream (such as mt_context_synchronize), at most timeout_s, and half a second to learn who is
+   missing, after this call has begun to wait.
 
    NCCL does not compare the calls of ranks, so the library does, unless mt_context_desc.no_nccl_checks is set. The
-   ranks tell rank 0 of the communicator their calls over TCP, in large groups through other ranks, behind the calls,
-   which do not wait for it. They listen at the interface that NCCL_SOCKET_IFNAME and NCCL_SOCKET_FAMILY select. When
+   ranks tell rank 0 of the communicator their calls over TCP, in large groups through other ranks. The calls do not
+   wait for it. They listen at the interface that NCCL_SOCKET_IFNAME and NCCL_SOCKET_FAMILY select. When
    calls differ, or a rank has left whose call is missing, every rank gets MT_ERR_MISMATCH or MT_ERR_PEER, usually a few
    milliseconds later: from its next call on the communicator, or from the call that waits for the stream. Until then
    results may be wrong, and calls that differ just before mt_comm_destroy may pass without an error. The calls that a

@@ -339,6 +339,12 @@ static mti_parsed mti_message_parse(const mti_bytes *b, int size, mti_message *m
     return mti_message_text_is_valid(message, size, *text) ? MTI_PARSED : MTI_MALFORMED;
 }
 
+/* Sends nothing more: the other end is closed. What it has sent before is still read, and then the end. */
+static void mti_connection_mute(mti_connection *connection) {
+    mti_bytes_drop(&connection->out, mti_bytes_size(&connection->out));
+    shutdown(connection->fd, SHUT_WR);
+}
+
 static void mti_connection_flush(mti_connection *connection) {
     while (connection->fd >= 0 && !connection->lost && mti_bytes_size(&connection->out)) {
         ssize_t n = send(connection->fd, mti_bytes_front(&connection->out), mti_bytes_size(&connection->out),
@@ -346,7 +352,7 @@ static void mti_connection_flush(mti_connection *connection) {
         if (n > 0) mti_bytes_drop(&connection->out, (size_t)n);
         else if (n < 0 && errno == EINTR) continue;
         else {
-            connection->lost = n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK);
+            if (n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) mti_connection_mute(connection);
             return;
         }
     }
@@ -443,7 +449,8 @@ static int mti_said_alike(const mti_said *a, const mti_said *b) { return a->what
 
 /* The sentence of a result: "rank `rank` has left the group", in all calls. */
 static void mti_channel_decide_left(mti_channel *b, int rank) {
-    if (!b->decided) mti_channel_decide(b, MTI_WHY_LEFT, rank, -1, mti_channel_last(b), b->reasons[rank].data);
+    if (!b->decided && !b->ended)
+        mti_channel_decide(b, MTI_WHY_LEFT, rank, -1, mti_channel_last(b), b->reasons[rank].data);
 }
 
 static int mti_channel_has_left(const mti_channel *b, int rank) { return mti_bytes_size(&b->reasons[rank]) > 0; }
@@ -593,6 +600,7 @@ static void mti_pair_match(mti_channel *b, mti_pair *p, const mti_said *said, in
     mti_said first;
     memcpy(&first, mti_bytes_front(&p->waiting), sizeof first);
     mti_bytes_drop(&p->waiting, sizeof first);
+    if (!mti_bytes_size(&p->waiting)) mti_bytes_free(&p->waiting);
     b->waiting--;
     if (sends) recv = &first;
     else send = &first;
@@ -674,6 +682,7 @@ static const char mti_is_gone[] = "is gone: its process has ended, or its connec
 static void mti_channel_gone(mti_channel *b, int rank) {
     if (mti_channel_has_left(b, rank) || b->ended) return;
     mti_channel_leave(b, rank, mti_is_gone, sizeof mti_is_gone);
+    if (b->ended) return;
     b->gone = rank;
     b->gone_at = mti_now();
 }
@@ -763,6 +772,7 @@ static int mti_channel_relay(mti_channel *b, const mti_message *message, const c
     if (calls && !mti_said_is_message(&said))
         return mti_channel_merge(b, message->rank, message->kind == MTI_MESSAGE_CALLS, &said);
     mti_channel_pour(b);
+    if (b->ended) return 1; /* which has freed the text of this rank's own message */
     if (message->kind == MTI_MESSAGE_LEFT && (message->rank == b->rank || mti_rank_parent(message->rank) == b->rank))
         mti_channel_leave(b, message->rank, text, (size_t)message->bytes); /* the end of its connection is no news */
     switch (message->kind) {

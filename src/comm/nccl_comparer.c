@@ -30,7 +30,7 @@ static void mti_channel_take_all(mti_channel *b, mti_connection *connection, int
     mti_parsed parsed = MTI_PARSED;
     while (!b->ended && (parsed = mti_message_parse(&connection->in, b->size, &message, &text)) == MTI_PARSED) {
         int known = line == 0 ? mti_channel_take_down(b, &message, text)
-                              : mti_channel_line(b, message.rank) == line &&
+                              : (mti_channel_line(b, message.rank) == line || message.kind == MTI_MESSAGE_END) &&
                                     (b->rank == 0 ? mti_channel_compare(b, &message, text)
                                                   : mti_channel_relay(b, &message, text));
         mti_bytes_drop(&connection->in, sizeof message + (size_t)message.bytes);
@@ -398,14 +398,22 @@ static void mti_channel_append(mt_comm *comm, mti_message_kind kind, const mti_c
     mti_comparer_post(b->comparer);
 }
 
-/* Asks which ranks are missing, and waits for the answer. */
+/* Asks which ranks are missing. The answer is a result; when none is missing, there is no answer. */
+static void mti_channel_ask(mt_comm *comm) {
+    if (comm->nccl.channel && !mti_channel_is_decided(comm->nccl.channel))
+        mti_channel_append(comm, MTI_MESSAGE_LATE, NULL, NULL);
+}
+
+/* Whether there may still be an answer, which was asked for at `start`. */
+static int mti_channel_awaits(const mt_comm *comm, double start) {
+    const mti_channel *b = comm->nccl.channel;
+    return b && !mti_channel_is_decided(b) && !mti_channel_is_ended(b) && mti_now() < start + MTI_CHANNEL_ANSWER;
+}
+
 static void mti_channel_find_missing(mt_comm *comm) {
     double start = mti_now();
-    mti_channel *b = comm->nccl.channel;
-    if (!b || mti_channel_is_decided(b)) return;
-    mti_channel_append(comm, MTI_MESSAGE_LATE, NULL, NULL);
-    while (!mti_channel_is_decided(b) && !mti_channel_is_ended(b) && mti_now() < start + MTI_CHANNEL_ANSWER)
-        mti_rest(1, 0);
+    mti_channel_ask(comm);
+    while (mti_channel_awaits(comm, start)) mti_rest(1, 0);
 }
 
 /* Tells the other ranks that comm has failed here. Where a result is the cause, they know. */

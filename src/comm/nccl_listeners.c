@@ -322,7 +322,7 @@ static void mti_meeting_await(mti_meeting *m, double end) {
     p.events = POLLIN;
     while (m->up.stage != MTI_OPENED && m->absent < 0) {
         p.fd = m->up.fd;
-        if (p.fd < 0 || !mti_listener_wait(&p, 1, end)) m->absent = m->rank;
+        if (p.fd < 0 || (!mti_listener_wait(&p, 1, end) && poll(&p, 1, 0) <= 0)) m->absent = m->rank;
         else if (p.revents) mti_meeting_rise(m);
     }
 }
@@ -367,7 +367,10 @@ static int mti_channel_connect(mti_channel *b, int fd, const mti_listener *liste
     }
     for (i = 0; m.callers && i < m.count; i++) mti_caller_close(&m.callers[i]);
     b->connections[0].fd = m.up.fd;
-    for (i = 1; m.down && i <= m.children; i++) b->connections[i].fd = m.down[i].fd;
+    for (i = 1; m.down && i <= m.children; i++) {
+        b->connections[i].fd = m.down[i].fd;
+        b->connections[i].lost = opened && m.down[i].fd < 0; /* since rank 0 has decided */
+    }
     free(m.callers);
     free(m.down);
     free(m.polled);

@@ -223,11 +223,16 @@ static inline void messages_send_message(messages *m, messages_input *in, int li
 /* A message of the rank itself, which is always valid. */
 static inline void messages_own(messages *m, messages_input *in) {
     mti_message head = messages_head(in, m->channel->size);
+    static const int kinds[] = {MTI_MESSAGE_CALL, MTI_MESSAGE_LATE, MTI_MESSAGE_CALL, MTI_MESSAGE_LEFT,
+                                MTI_MESSAGE_CALL, MTI_MESSAGE_LATE, MTI_MESSAGE_CALL, MTI_MESSAGE_FAILED};
+    static const char why[] = "has left the group";
+    int texts;
     head.rank = m->channel->rank;
-    head.bytes = 0;
-    head.kind = head.kind % 2 ? MTI_MESSAGE_CALL : MTI_MESSAGE_LATE;
+    head.kind = kinds[(unsigned)head.kind % 8];
+    texts = head.kind == MTI_MESSAGE_LEFT || head.kind == MTI_MESSAGE_FAILED;
+    head.bytes = texts ? sizeof why : 0;
     if (!mti_message_is_valid(&head, m->channel->size) || m->channel->ended) return;
-    if (!mti_message_add(&m->channel->queue, &head, NULL)) m->channel->overflow = 1 + MTI_END_MEMORY;
+    if (!mti_message_add(&m->channel->queue, &head, texts ? why : NULL)) m->channel->overflow = 1 + MTI_END_MEMORY;
 }
 
 /* Sends a message that is often about a rank behind the line. */
