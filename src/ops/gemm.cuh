@@ -246,6 +246,15 @@ static size_t mti_lt_bytes(mt_tensor t) {
     return mt_align_up((size_t)(t.rows * mt_tensor_ld(t)) * mt_dtype_size(t.dtype));
 }
 
+/* Makes g a product of noise in the arena that adds to noise, with which algorithms are compared. */
+static mt_status mti_lt_trial(mt_context *ctx, mti_lt_call *g) {
+    MT_TRY(mti_lt_noise(ctx, 1, &g->a));
+    MT_TRY(mti_lt_noise(ctx, 2, &g->b));
+    MT_TRY(mti_lt_noise(ctx, 3, &g->c));
+    g->alpha = g->beta = 1.0f;
+    return MT_SUCCESS;
+}
+
 /* Runs g with the algorithm of the plan. *runs = whether cuBLASLt accepts the call. *bits = the hash of the result. */
 static mt_status mti_lt_try(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, int *runs,
                             uint64_t *bits) {
@@ -264,10 +273,7 @@ static mt_status mti_lt_fastest(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti
     uint64_t first = 0, bits = 0;
     float best = 0.0f, ms = 0.0f;
     int chosen = -1, runs = 0;
-    MT_TRY(mti_lt_noise(ctx, 1, &g.a));
-    MT_TRY(mti_lt_noise(ctx, 2, &g.b));
-    MT_TRY(mti_lt_noise(ctx, 3, &g.c));
-    g.alpha = g.beta = 1.0f;
+    MT_TRY(mti_lt_trial(ctx, &g));
     for (int i = 0; i < found; i++) {
         p->algo = results[i].algo;
         p->workspace = results[i].workspaceSize;
@@ -298,10 +304,7 @@ static mt_status mti_lt_beside(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_
                                const cublasLtMatmulHeuristicResult_t *results, int found) {
     uint64_t alone = 0, bits = 0;
     int runs = 0;
-    MT_TRY(mti_lt_noise(ctx, 1, &g.a));
-    MT_TRY(mti_lt_noise(ctx, 2, &g.b));
-    MT_TRY(mti_lt_noise(ctx, 3, &g.c));
-    g.alpha = g.beta = 1.0f;
+    MT_TRY(mti_lt_trial(ctx, &g));
     MT_TRY(mti_lt_set_target(ctx, p, 0));
     MT_TRY(mti_lt_try(ctx, lt, p, &g, &runs, &alone));
     MT_TRY(mti_lt_set_target(ctx, p, p->key.target));
