@@ -527,12 +527,18 @@ typedef struct mt_transformer_layer {
     mt_comm *tp;                 /* the tensor group */
 } mt_transformer_layer;
 
-/* With MT_RECOMPUTE_FULL, only x and attention.batch are valid after forward. */
-typedef struct mt_transformer_layer_saved {
-    mt_tensor x; /* the layer's input, in the caller's memory */
+/* What the norms and blocks of a layer save. */
+typedef struct mt_transformer_layer_tensors {
     mt_norm_saved input_norm, mlp_norm;
     mt_self_attention_saved attention;
     mt_mlp_saved mlp;
+} mt_transformer_layer_tensors;
+
+/* With MT_RECOMPUTE_FULL, only x and batch are valid after forward. */
+typedef struct mt_transformer_layer_saved {
+    mt_tensor x; /* the layer's input, in the caller's memory */
+    mt_batch batch;
+    mt_transformer_layer_tensors parts[2]; /* parts[1]: of the second half, with mt_parallel_options.interleave */
 } mt_transformer_layer_saved;
 
 /* Forward computes y from x. Backward computes dx from dy, and adds to the gradients of the parameters. x, y, dx, dy
@@ -2954,7 +2960,8 @@ static mt_dropout mti_row_dropout(const mt_batch *batch, float p, int64_t layer,
     return d;
 }
 
-/* A sublayer of a transformer layer: a norm, a block, and bias, dropout and residual. */
+/* A sublayer of a transformer layer: a norm, a block, and bias, dropout and residual. Its forward and its backward have
+   two parts: the first one ends with the reduction of the block, and the second one needs its result. */
 typedef struct mti_sublayer {
     const mt_transformer_layer *layer;
     const mt_batch *batch;
@@ -2963,6 +2970,7 @@ typedef struct mti_sublayer {
     mt_dropout dropout;
     const mt_kv_cache *cache; /* NULL: attention has none */
     int index;                /* 0: attention; 1: MLP */
+    mt_tensor inner;          /* what lies between the norm and the block, or its gradient */
 } mti_sublayer;
 
 static mti_sublayer mti_sublayer_of(const mt_transformer_layer *layer, const mt_batch *batch, int index, int64_t rows,
@@ -2972,6 +2980,7 @@ static mti_sublayer mti_sublayer_of(const mt_transformer_layer *layer, const mt_
     h.batch = batch;
     h.cache = NULL;
     h.index = index;
+    h.inner = mt_none();
     h.norm = index == 0 ? &layer->input_norm : &layer->mlp_norm;
     h.bias = index == 0 ? layer->attention.proj.bias : layer->mlp.fc2.bias;
     h.dropout = mti_row_dropout(batch, training ? layer->desc.dropout.hidden : 0.0f, layer->desc.dropout.layer_number,
@@ -2979,8 +2988,17 @@ static mti_sublayer mti_sublayer_of(const mt_transformer_layer *layer, const mt_
     return h;
 }
 
+static int mti_is_post_ln(const mti_sublayer *h) { return h->layer->desc.norm.placement == MT_POST_LN; }
+
+/* Returns what the norm of a sublayer saves, or NULL without saved. */
+static mt_norm_saved *mti_sublayer_norm(const mti_sublayer *h, mt_transformer_layer_tensors *saved) {
+    return !saved ? NULL : h->index == 0 ? &saved->input_norm : &saved->mlp_norm;
+}
+
+/* When y is mt_none(), which is so only for the MLP, computes only the tensors that the MLP saves. */
 static mt_status mti_sublayer_block_forward(mt_context *ctx, const mti_sublayer *h, mt_tensor x, mt_tensor y,
-                                            mt_transformer_layer_saved *saved) {
+                                            mt_transformer_layer_tensors *saved) {
+    if (!y.data) return mti_mlp_forward(ctx, &h->layer->mlp, x, y, &saved->mlp, 1);
     if (h->index == 0 && h->cache)
         return mt_self_attention_cached_forward(ctx, &h->layer->attention, h->batch, h->cache, x, y);
     if (h->index == 0)
@@ -2989,36 +3007,33 @@ static mt_status mti_sublayer_block_forward(mt_context *ctx, const mti_sublayer 
 }
 
 static mt_status mti_sublayer_block_backward(mt_context *ctx, const mti_sublayer *h, mt_tensor dy, mt_tensor dx,
-                                             const mt_transformer_layer_saved *saved) {
+                                             const mt_transformer_layer_tensors *saved) {
     if (h->index == 0) return mt_self_attention_backward(ctx, &h->layer->attention, dy, dx, &saved->attention);
     return mt_mlp_backward(ctx, &h->layer->mlp, dy, dx, &saved->mlp);
 }
 
-/* y = residual + dropout(block(x) + bias). The block writes its output to y, so no other buffer is needed. When y is
-   mt_none(), which is so only for the MLP, computes only the tensors that the MLP saves. */
-static mt_status mti_sublayer_add(mt_context *ctx, const mti_sublayer *h, mt_tensor x, mt_tensor residual, mt_tensor y,
-                                  mt_transformer_layer_saved *saved) {
-    if (!y.data) return mti_mlp_forward(ctx, &h->layer->mlp, x, y, &saved->mlp, 1);
-    MT_TRY(mti_sublayer_block_forward(ctx, h, x, y, saved));
-    MT_TRY(mt_bias_dropout_add_forward(ctx, y, mti_bias_value(h->bias), residual, h->dropout, y));
-    if (!saved) return MT_SUCCESS;
-    return mt_hash_log_activation(ctx, h->layer->mlp.fc1.name, 2,
-                                  h->index == 0 ? "self_attn_bda.output" : "mlp_bda.output", y,
-                                  h->layer->desc.sequence_parallel, NULL);
+/* The first part of forward, in the order of the placement (see mt_ln_placement): the norm, and the block. The block
+   writes its output to y, or with MT_POST_LN to h->inner, so no other buffer is needed. */
+static mt_status mti_sublayer_forward(mt_context *ctx, mti_sublayer *h, mt_tensor x, mt_tensor y,
+                                      mt_transformer_layer_tensors *saved) {
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &h->inner));
+    if (mti_is_post_ln(h)) return mti_sublayer_block_forward(ctx, h, x, h->inner, saved);
+    MT_TRY(mt_norm_layer_forward(ctx, h->norm, x, h->inner, mti_sublayer_norm(h, saved)));
+    return mti_sublayer_block_forward(ctx, h, h->inner, y, saved);
 }
 
-/* Runs the norm, the block and the residual in the order of the placement (see mt_ln_placement). */
-static mt_status mti_sublayer_forward(mt_context *ctx, const mti_sublayer *h, mt_tensor x, mt_tensor y,
-                                      mt_transformer_layer_saved *saved) {
-    mt_norm_saved *norm = !saved ? NULL : h->index == 0 ? &saved->input_norm : &saved->mlp_norm;
-    mt_tensor inner;
-    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &inner));
-    if (h->layer->desc.norm.placement == MT_POST_LN) {
-        MT_TRY(mti_sublayer_add(ctx, h, x, x, inner, saved));
-        return mt_norm_layer_forward(ctx, h->norm, inner, y, norm);
-    }
-    MT_TRY(mt_norm_layer_forward(ctx, h->norm, x, inner, norm));
-    return mti_sublayer_add(ctx, h, inner, h->layer->desc.norm.placement == MT_PRE_LN ? x : inner, y, saved);
+/* The second part: residual + dropout(the block's output + bias), and with MT_POST_LN the norm of it. */
+static mt_status mti_sublayer_forward_end(mt_context *ctx, const mti_sublayer *h, mt_tensor x, mt_tensor y,
+                                          mt_transformer_layer_tensors *saved) {
+    mt_tensor out = mti_is_post_ln(h) ? h->inner : y;
+    mt_tensor residual = h->layer->desc.norm.placement == MT_RESIDUAL_POST_LN ? h->inner : x;
+    if (!y.data) return MT_SUCCESS;
+    MT_TRY(mt_bias_dropout_add_forward(ctx, out, mti_bias_value(h->bias), residual, h->dropout, out));
+    if (saved)
+        MT_TRY(mt_hash_log_activation(ctx, h->layer->mlp.fc1.name, 2,
+                                      h->index == 0 ? "self_attn_bda.output" : "mlp_bda.output", out,
+                                      h->layer->desc.sequence_parallel, NULL));
+    return mti_is_post_ln(h) ? mt_norm_layer_forward(ctx, h->norm, out, y, mti_sublayer_norm(h, saved)) : MT_SUCCESS;
 }
 
 /* The argument of mti_drop_rows. */
@@ -3054,22 +3069,25 @@ static mt_status mti_sublayer_drop_backward(mt_context *ctx, const mti_sublayer 
     return h->dropout.p > 0.0f ? mt_bias_dropout_add_backward(ctx, dy, h->dropout, call.dblock, mt_none()) : MT_SUCCESS;
 }
 
-static mt_status mti_sublayer_backward(mt_context *ctx, const mti_sublayer *h, mt_tensor dy, mt_tensor dx,
-                                       const mt_transformer_layer_saved *saved) {
-    const mt_norm_saved *norm = h->index == 0 ? &saved->input_norm : &saved->mlp_norm;
-    mt_tensor dinner, dblock;
-    MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &dinner));
-    if (h->layer->desc.norm.placement == MT_POST_LN) {
-        MT_TRY(mt_norm_layer_backward(ctx, h->norm, dy, mt_none(), dinner, norm));
-        MT_TRY(mti_sublayer_drop_backward(ctx, h, dinner, &dblock));
-        MT_TRY(mti_sublayer_block_backward(ctx, h, dblock, dx, saved));
-        return mt_add(ctx, dx, dinner, dx);
-    }
-    MT_TRY(mti_sublayer_drop_backward(ctx, h, dy, &dblock));
-    MT_TRY(mti_sublayer_block_backward(ctx, h, dblock, dinner, saved));
-    if (h->layer->desc.norm.placement == MT_PRE_LN) return mt_norm_layer_backward(ctx, h->norm, dinner, dy, dx, norm);
-    MT_TRY(mt_add(ctx, dinner, dy, dinner));
-    return mt_norm_layer_backward(ctx, h->norm, dinner, mt_none(), dx, norm);
+/* The first part of backward: what comes after the block, and the block. */
+static mt_status mti_sublayer_backward(mt_context *ctx, mti_sublayer *h, mt_tensor dy, mt_tensor dx,
+                                       mt_transformer_layer_tensors *saved) {
+    mt_tensor dblock;
+    MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &h->inner));
+    if (mti_is_post_ln(h))
+        MT_TRY(mt_norm_layer_backward(ctx, h->norm, dy, mt_none(), h->inner, mti_sublayer_norm(h, saved)));
+    MT_TRY(mti_sublayer_drop_backward(ctx, h, mti_is_post_ln(h) ? h->inner : dy, &dblock));
+    return mti_sublayer_block_backward(ctx, h, dblock, mti_is_post_ln(h) ? dx : h->inner, saved);
+}
+
+/* The second part: what comes before the block. */
+static mt_status mti_sublayer_backward_end(mt_context *ctx, const mti_sublayer *h, mt_tensor dy, mt_tensor dx,
+                                           mt_transformer_layer_tensors *saved) {
+    const mt_norm_saved *norm = mti_sublayer_norm(h, saved);
+    if (mti_is_post_ln(h)) return mt_add(ctx, dx, h->inner, dx);
+    if (h->layer->desc.norm.placement == MT_PRE_LN) return mt_norm_layer_backward(ctx, h->norm, h->inner, dy, dx, norm);
+    MT_TRY(mt_add(ctx, h->inner, dy, h->inner));
+    return mt_norm_layer_backward(ctx, h->norm, h->inner, mt_none(), dx, norm);
 }
 
 static mt_status mti_layer_check(mt_context *ctx, const char *function, const mt_transformer_layer *layer,
@@ -3081,18 +3099,120 @@ static mt_status mti_layer_check(mt_context *ctx, const char *function, const mt
     return mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, in_name, in, out_name, out);
 }
 
+/* -- the two halves of a batch, in turn -- */
+
+/* A call on a batch, or on a part of it: its sublayers, and what they read and write. */
+typedef struct mti_layer_call {
+    mt_batch batch;
+    mti_sublayer sublayers[2];
+    mt_tensor in, middle, out; /* in backward: dy, the gradient between the sublayers, and dx */
+    mt_transformer_layer_tensors *saved;
+    size_t mark; /* in backward: of the arena, for what a sublayer needs; 0: another part has memory behind it */
+} mti_layer_call;
+
+/* Returns the number of parts of a call: 2 with mt_parallel_options.interleave where it has an effect. */
+static int mti_layer_calls(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch,
+                           const mt_kv_cache *cache) {
+    int alone = mt_comm_size(layer->tp) == 1 || layer->desc.sequence_parallel || mt_context_invariant(ctx) || cache;
+    return !alone && batch->sequences > 1 && !batch->cu_seqlens && mt_parallel_get_options(ctx).interleave ? 2 : 1;
+}
+
+/* Returns the sequences [first, first + count) of a batch without cu_seqlens. */
+static mt_batch mti_batch_range(const mt_batch *batch, int64_t first, int64_t count) {
+    mt_batch part = *batch;
+    int64_t rows = mt_max(batch->bias.heads, 1) * batch->seq; /* of the bias of a sequence */
+    part.sequences = count;
+    part.first_sequence += first;
+    if (batch->lengths) part.lengths += first;
+    if (batch->token_types) part.token_types += first * batch->seq;
+    if (batch->bias.batch <= 1) return part;
+    part.bias.batch = count;
+    part.bias.value = mti_some_rows(batch->bias.value, first * rows, count * rows);
+    part.bias.grad = mti_some_rows(batch->bias.grad, first * rows, count * rows);
+    return part;
+}
+
+/* Fills part `index` of `count`. in and out are those of the whole call, [tokens, hidden] or, when the call is not
+   divided, [tokens / t, hidden]; out may be mt_none(). */
+static void mti_layer_call_of(const mt_transformer_layer *layer, const mt_batch *batch, int index, int count,
+                              mt_tensor in, mt_tensor middle, mt_tensor out, mt_transformer_layer_saved *saved,
+                              mti_layer_call *call) {
+    int64_t begin = batch->sequences * index / count, end = batch->sequences * (index + 1) / count;
+    int64_t first = count > 1 ? begin * batch->seq : 0, rows = count > 1 ? (end - begin) * batch->seq : in.rows;
+    int i;
+    call->batch = count > 1 ? mti_batch_range(batch, begin, end - begin) : *batch;
+    call->in = mt_tensor_rows(in, first, rows);
+    call->middle = mt_tensor_rows(middle, first, rows);
+    call->out = mti_some_rows(out, first, rows);
+    call->saved = saved ? &saved->parts[index] : NULL;
+    call->mark = 0;
+    for (i = 0; i < 2; i++) call->sublayers[i] = mti_sublayer_of(layer, &call->batch, i, rows, saved != NULL);
+}
+
+/* Begins a step of part `index` of `count`: its reduction, if any, goes into the slot of the part, and the hash log
+   gets the place of its tokens. */
+static mt_status mti_layer_call_begin(mt_context *ctx, const mti_layer_call *call, int index, int count) {
+    if (count == 1) return MT_SUCCESS;
+    mt_hash_log_tokens(ctx, call->batch.first_sequence * call->batch.seq);
+    return mt_layers_hold_reduction(ctx, index);
+}
+
+/* A step of a part in forward. 0: attention up to its reduction; 1: the end of attention, and the MLP up to its
+   reduction; 2: the end of the MLP. */
+static mt_status mti_layer_call_forward(mt_context *ctx, mti_layer_call *p, int step) {
+    if (step == 0) return mti_sublayer_forward(ctx, &p->sublayers[0], p->in, p->middle, p->saved);
+    if (step == 2) return mti_sublayer_forward_end(ctx, &p->sublayers[1], p->middle, p->out, p->saved);
+    MT_TRY(mti_sublayer_forward_end(ctx, &p->sublayers[0], p->in, p->middle, p->saved));
+    return mti_sublayer_forward(ctx, &p->sublayers[1], p->middle, p->out, p->saved);
+}
+
+/* A step in backward. 0: the MLP up to its reduction; 1: the end of the MLP, and attention up to its reduction; 2: the
+   end of attention. */
+static mt_status mti_layer_call_backward(mt_context *ctx, mti_layer_call *p, int step) {
+    if (step == 0) return mti_sublayer_backward(ctx, &p->sublayers[1], p->in, p->middle, p->saved);
+    if (step == 2) return mti_sublayer_backward_end(ctx, &p->sublayers[0], p->middle, p->out, p->saved);
+    MT_TRY(mti_sublayer_backward_end(ctx, &p->sublayers[1], p->in, p->middle, p->saved));
+    if (p->mark) mt_arena_release(ctx, p->mark);
+    return mti_sublayer_backward(ctx, &p->sublayers[0], p->middle, p->out, p->saved);
+}
+
+/* Runs the steps of all parts in turn. While a part's reduction is in flight, the next part computes. */
+static mt_status mti_layer_calls_run(mt_context *ctx, mti_layer_call *calls, int count,
+                                     mt_status (*run)(mt_context *ctx, mti_layer_call *call, int step)) {
+    int step, i;
+    for (step = 0; step < 3; step++)
+        for (i = 0; i < count; i++) {
+            MT_TRY(mti_layer_call_begin(ctx, &calls[i], i, count));
+            MT_TRY(mt_layers_wait_reduction(ctx, i));
+            MT_TRY(run(ctx, &calls[i], step));
+        }
+    return MT_SUCCESS;
+}
+
+/* Ends a call in calls, also after an error. */
+static mt_status mti_layer_calls_end(mt_context *ctx, const mt_batch *batch, int count, mt_status status) {
+    int i;
+    if (count == 1) return status;
+    for (i = 0; i < count; i++) MT_KEEP(status, mt_layers_wait_reduction(ctx, i));
+    MT_KEEP(status, mt_layers_hold_reduction(ctx, -1));
+    mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
+    return status;
+}
+
 /* When y is mt_none(), computes only the tensors of *saved. With MT_POST_LN y must not be mt_none(). cache may be
    NULL. */
 static mt_status mti_layer_forward(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch,
                                    const mt_kv_cache *cache, mt_tensor x, mt_tensor y,
                                    mt_transformer_layer_saved *saved) {
-    mti_sublayer first = mti_sublayer_of(layer, batch, 0, x.rows, saved != NULL);
-    mti_sublayer second = mti_sublayer_of(layer, batch, 1, x.rows, saved != NULL);
+    mti_layer_call calls[2];
+    int count = mti_layer_calls(ctx, layer, batch, cache), i;
     mt_tensor middle;
-    first.cache = cache;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &middle));
-    MT_TRY(mti_sublayer_forward(ctx, &first, x, middle, saved));
-    return mti_sublayer_forward(ctx, &second, middle, y, saved);
+    for (i = 0; i < count; i++) {
+        mti_layer_call_of(layer, batch, i, count, x, middle, y, saved, &calls[i]);
+        calls[i].sublayers[0].cache = cache;
+    }
+    return mti_layer_calls_end(ctx, batch, count, mti_layer_calls_run(ctx, calls, count, mti_layer_call_forward));
 }
 
 MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch,
@@ -3104,7 +3224,7 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
     if (saved) MT_TRY(mt_check_tokens(ctx, "mt_transformer_layer_forward", batch->sequences * batch->seq));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("layer forward", mti_layer_forward(ctx, layer, batch, NULL, x, y, saved));
-    if (saved) saved->x = x;
+    if (saved) saved->x = x, saved->batch = *batch;
     if (status != MT_SUCCESS || !saved || layer->desc.recompute == MT_RECOMPUTE_FULL) mt_arena_release(ctx, mark);
     return status;
 }
@@ -3136,17 +3256,16 @@ MT_API mt_status mt_transformer_layer_cached_forward(mt_context *ctx, const mt_t
     return status;
 }
 
-/* Runs forward again, and so computes all tensors of *saved from saved->x and saved->attention.batch. The hash log is
-   paused, because it has these tensors from the first forward. */
+/* Runs forward again, and so computes all tensors of *saved from saved->x and saved->batch. The hash log is paused,
+   because it has these tensors from the first forward. */
 static mt_status mti_layer_again(mt_context *ctx, const mt_transformer_layer *layer,
                                  mt_transformer_layer_saved *saved) {
-    mt_batch batch = saved->attention.batch;
     mt_tensor x = saved->x, y = mt_none();
     mt_status status;
     if (layer->desc.norm.placement == MT_POST_LN) MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &y));
     mt_hash_log_pause(ctx, 1);
     mt_trace_recompute(ctx, 1);
-    status = mti_layer_forward(ctx, layer, &batch, NULL, x, y, saved);
+    status = mti_layer_forward(ctx, layer, &saved->batch, NULL, x, y, saved);
     mt_trace_recompute(ctx, 0);
     mt_hash_log_pause(ctx, 0);
     return status;
@@ -3155,19 +3274,16 @@ static mt_status mti_layer_again(mt_context *ctx, const mt_transformer_layer *la
 static mt_status mti_layer_backward(mt_context *ctx, const mt_transformer_layer *layer, mt_tensor dy, mt_tensor dx,
                                     const mt_transformer_layer_saved *saved) {
     mt_transformer_layer_saved again = *saved;
-    mti_sublayer first = mti_sublayer_of(layer, &saved->attention.batch, 0, dy.rows, 1);
-    mti_sublayer second = mti_sublayer_of(layer, &saved->attention.batch, 1, dy.rows, 1);
+    mti_layer_call calls[2];
+    int count = mti_layer_calls(ctx, layer, &saved->batch, NULL), i;
     mt_tensor dmiddle;
-    size_t mark;
-    if (layer->desc.recompute == MT_RECOMPUTE_FULL) {
+    if (layer->desc.recompute == MT_RECOMPUTE_FULL)
         MT_TRY(MT_RANGE("layer forward again", mti_layer_again(ctx, layer, &again)));
-        saved = &again;
-    }
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &dmiddle));
-    mark = mt_arena_mark(ctx);
-    MT_TRY(mti_sublayer_backward(ctx, &second, dy, dmiddle, saved));
-    mt_arena_release(ctx, mark);
-    return mti_sublayer_backward(ctx, &first, dmiddle, dx, saved);
+    for (i = 0; i < count; i++) mti_layer_call_of(layer, &saved->batch, i, count, dy, dmiddle, dx, &again, &calls[i]);
+    calls[0].mark = count > 1 ? 0 : mt_arena_mark(ctx);
+    return mti_layer_calls_end(ctx, &saved->batch, count,
+                               mti_layer_calls_run(ctx, calls, count, mti_layer_call_backward));
 }
 
 MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transformer_layer *layer, mt_tensor dy,
@@ -3178,7 +3294,7 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
-    MT_TRY(mti_layer_check(ctx, function, layer, &saved->attention.batch, "dy", dy, "dx", dx));
+    MT_TRY(mti_layer_check(ctx, function, layer, &saved->batch, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
     weight = layer->attention.proj.weight;
     MT_TRY(mt_check_activation(ctx, function, weight, "saved.x", saved->x, dy.rows, dy.cols));

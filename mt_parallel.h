@@ -178,6 +178,12 @@ typedef struct mt_parallel_options {
        separate GEMM, also when nothing overlaps. Invariant mode always uses one chunk. 0: on MT_DEVICE_CUDA one chunk
        for each 1024 tokens, at most 4, or 2 with sequence parallelism; on other devices one chunk */
     int overlap_chunks;
+    /* 1: a transformer layer works on two halves of a batch in turn, so that the reduction of one half overlaps with
+       the computation of the other (Domino, arXiv 2409.15241). Outputs and gradients have the bits of two
+       micro-batches: the first sequences / 2 sequences, and the others. It has no effect in a tensor group of one, with
+       sequence parallelism, in invariant mode, with a key/value cache, and for a batch of one sequence or with
+       cu_seqlens. 0: a layer works on the whole batch */
+    int interleave;
 } mt_parallel_options;
 
 /* mt_parallel_set_options sets the options of the layers of ctx; options NULL: the defaults. Do not call it between a
@@ -1315,6 +1321,16 @@ MT_API mt_status mt_check_tokens(mt_context *ctx, const char *function, int64_t 
    MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
 MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust);
 
+/* Let a block compute while a reduction of a layer is in flight. After mt_layers_hold_reduction with slot 0 or 1, two
+   kinds of calls return before their reduction over the tensor group is done: the forward of row-parallel layers that
+   add no bias, and the backward of column-parallel layers without add_to_dx. Slot -1 ends this for later calls.
+   mt_layers_wait_reduction waits for what was begun in a slot. Until then nothing may read or write the y or the dx of
+   the call, or release its memory. After an error, wait for both slots. A call that holds its reduction cuts no tokens
+   into chunks. With sequence parallelism, and while there is a hash log, calls wait for their reductions.
+   Errors: MT_ERR_ARGUMENT (no such slot), MT_ERR_MEMORY, MT_ERR_SYSTEM (CUDA failed). */
+MT_API mt_status mt_layers_hold_reduction(mt_context *ctx, int slot);
+MT_API mt_status mt_layers_wait_reduction(mt_context *ctx, int slot);
+
 /* Convert between the tokens of the tensor group and the rows on this rank. Under sequence parallelism rows = tokens /
    t; otherwise rows = tokens.
      mt_sequence_tokens  returns the tokens for a number of rows, or -1 when int64_t overflows.
@@ -1841,6 +1857,7 @@ typedef struct mti_guard {
 typedef struct mti_parallel {
     mt_parallel_options options;
     int trust_ids;
+    int hold;              /* 1 + the slot of mt_layers_hold_reduction; 0: none */
     mt_hash_log *hash_log; /* NULL: off */
     int64_t backwards;     /* backwards that mt_pipeline_run has begun in this context */
     int64_t micro_batch;   /* number of the backward that mt_pipeline_run runs now; 0: none */
@@ -1881,6 +1898,7 @@ MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_opti
                        o.no_overlap);
     MT_TRY(mt_check_integer(ctx, "mt_parallel_set_options", NULL, "overlap_chunks", o.overlap_chunks, 0,
                             MT_OVERLAP_CHUNKS_MAX));
+    MT_TRY(mt_check_integer(ctx, "mt_parallel_set_options", NULL, "interleave", o.interleave, 0, 1));
     MT_TRY(mti_parallel_open(ctx, &p));
     p->options = o;
     return MT_SUCCESS;
@@ -1909,6 +1927,36 @@ static int mti_ids_are_trusted(const mt_context *ctx) {
 static mt_hash_log *mti_hash_log_of(const mt_context *ctx) {
     const mti_parallel *p = mti_parallel_of(ctx);
     return p ? p->hash_log : NULL;
+}
+
+/* The last tickets of the second stream are those of the slots. */
+#define MTI_HOLD_SLOTS 2
+#define MTI_HOLD_TICKET (MT_OVERLAP_TICKETS - MTI_HOLD_SLOTS)
+
+MT_API mt_status mt_layers_hold_reduction(mt_context *ctx, int slot) {
+    mti_parallel *p;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mt_check_integer(ctx, "mt_layers_hold_reduction", NULL, "slot", slot, -1, MTI_HOLD_SLOTS - 1));
+    MT_TRY(mti_parallel_open(ctx, &p));
+    p->hold = 1 + slot;
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_layers_wait_reduction(mt_context *ctx, int slot) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mt_check_integer(ctx, "mt_layers_wait_reduction", NULL, "slot", slot, 0, MTI_HOLD_SLOTS - 1));
+    return mt_overlap_wait(ctx, MTI_HOLD_TICKET + slot);
+}
+
+/* Returns 1 when layers hold their reductions. Sequence parallelism needs their memory at once. */
+static int mti_holds(const mt_context *ctx, int sequence_parallel) {
+    const mti_parallel *p = mti_parallel_of(ctx);
+    return p && p->hold && !sequence_parallel;
+}
+
+/* Returns the ticket of a reduction: that of the slot in which it is held, otherwise `chunk`. */
+static int mti_reduction_ticket(const mt_context *ctx, int sequence_parallel, int chunk) {
+    return mti_holds(ctx, sequence_parallel) ? MTI_HOLD_TICKET + mti_parallel_of(ctx)->hold - 1 : chunk;
 }
 
 /* Calls mt_overlap_begin with the stream for this kind of mt_overlap, or with MT_STREAM_NONE when the options turn the
@@ -4826,7 +4874,7 @@ static mti_chunks mti_chunks_of(const mt_context *ctx, mt_comm *tp, int sequence
     c.units = sequence_parallel ? ranks : rows;
     c.unit = sequence_parallel ? rows : 1;
     if (count == 0) count = mti_default_chunks(ctx, sequence_parallel, c.units * c.unit);
-    if (ranks == 1 || !travel || mt_context_invariant(ctx)) count = 1;
+    if (ranks == 1 || !travel || mt_context_invariant(ctx) || mti_holds(ctx, sequence_parallel)) count = 1;
     c.count = (int)mt_max(mt_min(count, c.units), 1);
     return c;
 }
@@ -5164,19 +5212,23 @@ static mt_status mti_column_forward(mt_context *ctx, const mti_layers *l, mt_ten
    GEMMs of the next chunk. */
 static mt_status mti_row_forward(mt_context *ctx, const mti_layers *l, const mt_tensor *x, mt_tensor y) {
     const mt_parallel_linear *first = l->list;
-    int sp = first->desc.sequence_parallel, i;
+    int sp = first->desc.sequence_parallel, holds = mti_holds(ctx, sp), i;
     mti_chunks c = mti_chunks_of(ctx, first->tp, sp, 1, y.rows);
     mti_partial p = {l, MT_TRANS, x, &c, 0};
     mt_tensor partial;
     MT_TRY(mti_partial_tokens(ctx, first->tp, sp, y, &partial));
     for (p.chunk = 0; p.chunk < c.count; p.chunk++) {
         MT_TRY(mti_partial_product(ctx, &p, mti_chunk(&c, partial, p.chunk)));
-        MT_TRY(mti_overlap_begin(ctx, first->tp, c.count > 1 ? MT_OVERLAP_ROW_FORWARD : 0));
-        MT_TRY(mt_overlap_end(ctx, p.chunk, mti_reduce_chunk(ctx, first->tp, sp, &c, p.chunk, partial, y)));
+        MT_TRY(mti_overlap_begin(ctx, first->tp, c.count > 1 || holds ? MT_OVERLAP_ROW_FORWARD : 0));
+        MT_TRY(mt_overlap_end(ctx, mti_reduction_ticket(ctx, sp, p.chunk),
+                              mti_reduce_chunk(ctx, first->tp, sp, &c, p.chunk, partial, y)));
     }
-    MT_TRY(mt_overlap_wait_all(ctx));
-    for (i = 0; i < l->count; i++)
-        if (mti_own_bias(&l->list[i])) MT_TRY(mt_bias_forward(ctx, y, l->list[i].bias->value));
+    if (!holds) MT_TRY(mt_overlap_wait_all(ctx));
+    for (i = 0; i < l->count; i++) {
+        if (!mti_own_bias(&l->list[i])) continue;
+        MT_TRY(mt_overlap_wait(ctx, mti_reduction_ticket(ctx, sp, 0)));
+        MT_TRY(mt_bias_forward(ctx, y, l->list[i].bias->value));
+    }
     return MT_SUCCESS;
 }
 
@@ -5196,9 +5248,10 @@ static mt_status mti_layers_run(mt_context *ctx, const mti_layers *l, const mt_t
     return mti_gather_features(ctx, n->tp, n->weight, local, y[0]);
 }
 
-/* Ends a call: waits for its collectives and releases the arena to `mark`. */
+/* Ends a call: waits for its collectives, except for a reduction that is held, and releases the arena to `mark`. */
 static mt_status mti_linear_end(mt_context *ctx, size_t mark, mt_status status) {
-    MT_KEEP(status, mt_overlap_wait_all(ctx)); /* collectives may still use the arena */
+    int count = mti_holds(ctx, 0) ? MTI_HOLD_TICKET : MT_OVERLAP_TICKETS, i;
+    for (i = 0; i < count; i++) MT_KEEP(status, mt_overlap_wait(ctx, i)); /* they may still use the arena */
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -5208,6 +5261,7 @@ static mt_status mti_layer_log(mt_context *ctx, const mti_layers *l, int i, int 
     const mt_parallel_linear *n = &l->list[i];
     int split = l->columns ? !backward && !n->desc.gather_output : backward && n->desc.input_is_parallel;
     int by_rows = l->columns == backward && n->desc.sequence_parallel;
+    if (mti_hash_log_of(ctx)) MT_TRY(mt_overlap_wait(ctx, mti_reduction_ticket(ctx, n->desc.sequence_parallel, 0)));
     return mt_hash_log_activation(ctx, n->name, 0, backward ? "input_grad" : "output", t, by_rows,
                                   split ? n->weight : NULL);
 }
@@ -5263,7 +5317,7 @@ static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_parallel_l
     return MT_SUCCESS;
 }
 
-/* Computes dx = the sum of dy W over layers and ranks. The reduction may still run on return, under ticket 0. */
+/* Computes dx = the sum of dy W over layers and ranks. The reduction may still run on return. */
 static mt_status mti_column_input_gradient(mt_context *ctx, const mti_layers *l, const mt_tensor *dy, mt_tensor dx) {
     const mt_parallel_linear *first = l->list;
     int sp = first->desc.sequence_parallel;
@@ -5272,12 +5326,12 @@ static mt_status mti_column_input_gradient(mt_context *ctx, const mti_layers *l,
     MT_TRY(mti_partial_tokens(ctx, first->tp, sp, dx, &partial));
     MT_TRY(mti_partial_product(ctx, &p, partial));
     MT_TRY(mti_overlap_begin(ctx, first->tp, MT_OVERLAP_COLUMN_BACKWARD));
-    return mt_overlap_end(ctx, 0, mti_reduce_tokens(ctx, first->tp, sp, 1, partial, dx));
+    return mt_overlap_end(ctx, mti_reduction_ticket(ctx, sp, 0), mti_reduce_tokens(ctx, first->tp, sp, 1, partial, dx));
 }
 
 /* Computes dx and adds to the parameter gradients. The gather of x (ticket 1) overlaps with the GEMMs of dx, and the
-   reduction of dx (ticket 0) with the GEMMs of the weight gradients. With add_to_dx the reduction is in scratch memory,
-   because it would otherwise also sum what dx has had before. */
+   reduction of dx (ticket 0, or that of a slot) with the GEMMs of the weight gradients. With add_to_dx the reduction is
+   in scratch memory, because it would otherwise also sum what dx has had before. */
 static mt_status mti_column_backward(mt_context *ctx, const mti_layers *l, const mt_tensor *dy, mt_tensor dx,
                                      mt_tensor x) {
     const mt_parallel_linear *first = l->list;
@@ -5290,7 +5344,7 @@ static mt_status mti_column_backward(mt_context *ctx, const mti_layers *l, const
     MT_TRY(mt_overlap_wait(ctx, 1));
     for (i = 0; i < l->count; i++) MT_TRY(mti_column_weight_gradient(ctx, &l->list[i], dy[i], all));
     if (!add) return MT_SUCCESS;
-    MT_TRY(mt_overlap_wait(ctx, 0));
+    MT_TRY(mt_overlap_wait(ctx, mti_reduction_ticket(ctx, sp, 0)));
     return mt_add(ctx, dx, sum, dx);
 }
 

@@ -225,8 +225,8 @@ typedef struct options {
     double sample, top_k, top_p, vocab, threads, invariant, invariant_data, lr, min_lr, dropout, clip, weight_decay,
         label_smoothing;
     double temperature, timeout, bucket_mb, save_interval, window, softcap, check;
-    int dtype, device, cuda_graph, recompute, schedule, config, distributed_optimizer, sequence_parallel, no_pinning,
-        rotary, activation, placement;
+    int dtype, device, cuda_graph, recompute, schedule, config, distributed_optimizer, sequence_parallel, interleave,
+        no_pinning, rotary, activation, placement;
     int rmsnorm, untied, alibi, resume, dry_run, help;
     char given[MAX_FLAGS]; /* of flags[i]: GIVEN, GIVEN_BY_CONFIG, or 0 */
 } options;
@@ -301,6 +301,8 @@ typedef struct flag {
     {"threads", WHOLE, AT(threads), 1, 1024, "threads that compute on each rank"}, \
     {"timeout", REAL, AT(timeout), 1e-3, 1e6, "seconds a collective waits for a rank"}, \
     {"sequence-parallel", SWITCH, AT(sequence_parallel), 0, 1, "split tokens outside the tensor parallel regions"}, \
+    {"interleave", SWITCH, AT(interleave), 0, 1, \
+     "layers work on two halves of a micro-batch in turn: on GPUs, one communicates while the other computes"}, \
     {"no-pinning", SWITCH, AT(no_pinning), 0, 1, "let ranks move between cores, for a machine with other work"}, \
     {"check", LEVEL, AT(check), 0, 2, \
      "print what the tensors of a layer are on the ranks, and train in check mode, see docs/checking.md.\n" \
@@ -480,6 +482,12 @@ static int check_split(options *o) {
     else if (o->sequence_parallel && fmod(o->seq, o->tp) != 0)
         fprintf(stderr, PROGRAM ": --seq %.15g is not a multiple of --tp %.15g, which --sequence-parallel needs\n",
                 o->seq, o->tp);
+    else if (o->interleave && (o->tp == 1 || o->sequence_parallel || o->invariant > 0 || o->micro_batch == 1))
+        fprintf(stderr, PROGRAM ": --interleave has no effect with %s\n",
+                o->tp == 1             ? "--tp 1"
+                : o->sequence_parallel ? "--sequence-parallel"
+                : o->invariant > 0     ? "--invariant"
+                                       : "--micro-batch 1");
     else if (o->tp * o->dp * o->pp > MAX_RANKS)
         fprintf(stderr, PROGRAM ": --tp %.15g x --dp %.15g x --pp %.15g are more than %d ranks\n", o->tp, o->dp, o->pp,
                 MAX_RANKS);
@@ -740,6 +748,7 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
                              .ordinal = mt_comm_local_rank(world) % (int)fmax(1, mt_device_count(device)),
                              .planned = (mt_device)o->device};
     mt_grid_desc shape = {.tp = (int)o->tp, .dp = (int)o->dp, .pp = (int)o->pp};
+    mt_parallel_options layers = {.interleave = o->interleave};
     mt_optimizer_desc adamw = {.beta2 = ADAM_BETA2, .eps = ADAM_EPS, .weight_decay = (float)o->weight_decay};
     mt_loss_scaler_desc constant = {.initial_scale = 1, .growth = 1};
     mt_data_parallel_desc share = {.bucket_bytes = (size_t)(o->bucket_mb * 1e6),
@@ -748,6 +757,7 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
     t->job = job;
     t->micro_tokens = (int64_t)(o->micro_batch * o->seq);
     MT_TRY(mt_context_create(world, &where, &t->ctx));
+    MT_TRY(mt_parallel_set_options(t->ctx, &layers));
     if (device != MT_DEVICE_META) MT_TRY(mt_comm_create_for(t->ctx, world, &t->comm));
     if (device != MT_DEVICE_META) MT_TRY(compare_ranks(t));
     MT_TRY(mt_grid_create(t->comm ? t->comm : world, &shape, &t->grid));

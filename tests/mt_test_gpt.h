@@ -45,7 +45,7 @@ typedef struct gpt_run {
     gpt_result *out;
     mt_epilogue epilogue;
     mt_device planned;
-    int no_overlap, overlap_chunks;
+    int no_overlap, overlap_chunks, interleave;
     int64_t ffn; /* 0: 44 */
     int wide;    /* 1: heads of 64 features, for attention on tensor cores */
     mt_recompute recompute;
@@ -622,6 +622,7 @@ static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w
     gemm.epilogue = r->epilogue;
     parallel.no_overlap = r->no_overlap;
     parallel.overlap_chunks = r->overlap_chunks;
+    parallel.interleave = r->interleave;
     MT_TRY(mt_context_create(w->world, &where, &w->ctx));
     MT_TRY(mt_gemm_set_options(w->ctx, &gemm));
     MT_TRY(mt_parallel_set_options(w->ctx, &parallel));

@@ -726,6 +726,122 @@ static void run_sometimes_backward(block *b, int only_training, float *grads) {
     ASSERT_STATUS(ctx, MT_SUCCESS, gather_grads(b->r, grads, PARAMS_MAX, &count));
 }
 
+/* -- two halves of a batch in turn -- */
+
+/* A training call of a layer on the sequences [first, first + count) of a batch of `all`, with their rows of x, dy, y
+   and dx. The batch of b has all sequences. */
+static mt_status layer_on(const block *b, int64_t first, int64_t count, mt_tensor x, mt_tensor dy, mt_tensor y,
+                          mt_tensor dx) {
+    mt_context *ctx = b->r->ctx;
+    int64_t seq = b->batch.seq, bias_rows = b->batch.bias.heads * seq;
+    size_t mark = mt_arena_mark(ctx);
+    block part = *b;
+    block_saved saved;
+    part.batch.sequences = count;
+    part.batch.first_sequence += first;
+    if (b->batch.lengths) part.batch.lengths += first;
+    if (b->batch.bias.batch > 1) {
+        part.batch.bias.batch = count;
+        part.batch.bias.value = mt_tensor_rows(b->batch.bias.value, first * bias_rows, count * bias_rows);
+        if (b->batch.bias.grad.data)
+            part.batch.bias.grad = mt_tensor_rows(b->batch.bias.grad, first * bias_rows, count * bias_rows);
+    }
+    MT_TRY(block_forward(&part, mt_tensor_rows(x, first * seq, count * seq),
+                         mt_tensor_rows(y, first * seq, count * seq), &saved));
+    MT_TRY(block_backward(&part, mt_tensor_rows(dy, first * seq, count * seq),
+                          mt_tensor_rows(dx, first * seq, count * seq), &saved));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+typedef struct interleave_run {
+    mt_recompute recompute;
+    int no_effect; /* 1: the option has none, the layer runs as a whole */
+    int sequence_parallel;
+    int64_t sequences;
+} interleave_run;
+
+/* Runs a layer with the option and as micro-batches without it. */
+static mt_status interleave_case(const block *b, const interleave_run *run) {
+    test_rank *r = b->r;
+    int64_t shards = run->sequence_parallel ? r->grid.tp_size : 1, rows = b->batch.sequences * b->batch.seq / shards;
+    int64_t n = rows * b->hidden, count[2], bias = b->batch.bias.grad.rows * b->batch.bias.grad.cols;
+    mt_tensor x = mt_tensor_f32(test_noise(r, n, 1, 1.5f), rows, b->hidden);
+    mt_tensor dy = mt_tensor_f32(test_noise(r, n, 2, 0.5f), rows, b->hidden), y[3], dx[2];
+    float *grads[2], *dbias[2];
+    for (int i = 0; i < 2; i++) {
+        mt_parallel_options options = {.interleave = i == 0};
+        int64_t half = i == 0 || run->no_effect ? b->batch.sequences : b->batch.sequences / 2;
+        y[i] = test_tensor(r, rows, b->hidden, NAN), dx[i] = test_tensor(r, rows, b->hidden, NAN);
+        grads[i] = test_floats(r, PARAMS_MAX, 0.0f), dbias[i] = test_floats(r, bias, 0.0f);
+        if (bias > 0) memset(b->batch.bias.grad.data, 0, (size_t)bias * sizeof(float));
+        MT_TRY(mt_params_zero_grad(r->ctx, r->params));
+        MT_TRY(mt_parallel_set_options(r->ctx, &options));
+        if (run->sequence_parallel) {
+            block_saved saved;
+            size_t mark = mt_arena_mark(r->ctx);
+            MT_TRY(block_forward(b, x, y[i], &saved));
+            MT_TRY(block_backward(b, dy, dx[i], &saved));
+            mt_arena_release(r->ctx, mark);
+        } else {
+            MT_TRY(layer_on(b, 0, half, x, dy, y[i], dx[i]));
+            if (half < b->batch.sequences) MT_TRY(layer_on(b, half, b->batch.sequences - half, x, dy, y[i], dx[i]));
+        }
+        MT_TRY(mt_sync_gradients(r->ctx, r->params));
+        MT_TRY(gather_grads(r, grads[i], PARAMS_MAX, &count[i]));
+        if (bias > 0) memcpy(dbias[i], b->batch.bias.grad.data, (size_t)bias * sizeof(float));
+    }
+    CHECK(memcmp(y[0].data, y[1].data, (size_t)n * sizeof(float)) == 0);
+    CHECK(memcmp(dx[0].data, dx[1].data, (size_t)n * sizeof(float)) == 0);
+    CHECK(count[0] == count[1] && memcmp(grads[0], grads[1], (size_t)count[0] * sizeof(float)) == 0);
+    CHECK(memcmp(dbias[0], dbias[1], (size_t)bias * sizeof(float)) == 0);
+    y[2] = test_tensor(r, rows, b->hidden, NAN); /* inference: the halves of a batch are independent */
+    MT_TRY(mt_parallel_set_options(r->ctx, &(mt_parallel_options){.interleave = 1}));
+    MT_TRY(block_forward(b, x, y[2], NULL));
+    MT_TRY(mt_parallel_set_options(r->ctx, NULL));
+    MT_TRY(block_forward(b, x, y[1], NULL));
+    return test_near_f32("inference", (const float *)y[2].data, (const float *)y[1].data, n, case_tolerance(b->c));
+}
+
+static mt_status interleave_rank(mt_comm *world, void *user) {
+    const interleave_run *run = (const interleave_run *)user;
+    mt_grid_desc all = {.tp = mt_comm_size(world)};
+    test_rank r;
+    mt_status status = test_rank_open(world, all, NULL, &r);
+    for (int i = 0; status == MT_SUCCESS && i < CASES; i++) {
+        block_case c = cases[i];
+        block b;
+        if (c.kind != LAYER || c.packed != (run->no_effect && !run->sequence_parallel)) continue;
+        if (!case_fits(&c, mt_comm_size(world))) continue;
+        if (run->recompute == MT_RECOMPUTE_FULL && !c.bias) c.bias = FULL_BIAS;
+        c.layer.recompute = run->recompute;
+        status = block_open(&b, &c, &r, run->sequence_parallel, run->sequences, SEQ);
+        if (status == MT_SUCCESS) status = interleave_case(&b, run);
+        if (status != MT_SUCCESS)
+            fprintf(stderr, "%s on %d ranks, recompute %d: %s\n", c.name, mt_comm_size(world), (int)run->recompute,
+                    mt_last_error(r.ctx));
+    }
+    test_rank_close(&r);
+    return status;
+}
+
+static void test_interleaved_halves_are_two_micro_batches(void **state) {
+    (void)state;
+    for (int ranks = 2; ranks <= 4; ranks += 2)
+        for (int recompute = MT_RECOMPUTE_NONE; recompute <= MT_RECOMPUTE_FULL; recompute++) {
+            interleave_run run = {.recompute = (mt_recompute)recompute, .sequences = recompute == 1 ? 3 : 4};
+            test_launch(ranks, interleave_rank, &run);
+        }
+}
+
+static void test_interleaving_has_no_effect_where_it_says_so(void **state) {
+    interleave_run packed = {.no_effect = 1, .sequences = 2},
+                   sequence_parallel = {.no_effect = 1, .sequence_parallel = 1, .sequences = 2};
+    (void)state;
+    test_launch(2, interleave_rank, &packed);
+    test_launch(2, interleave_rank, &sequence_parallel);
+}
+
 static void test_a_backward_may_follow_or_not(void **state) {
     static float grads[2][PARAMS_MAX];
     test_rank r;
@@ -2478,7 +2594,7 @@ static mt_status backward_with(const block *b, const mt_batch *batch, mt_tensor 
     memset(&t, 0, sizeof t);
     if (s) t = *s;
     if (b->c->kind == ATTENTION) t.attention.batch = *batch;
-    if (b->c->kind == LAYER) t.layer.attention.batch = *batch;
+    if (b->c->kind == LAYER) t.layer.batch = *batch;
     switch (b->c->kind) {
     case MLP: return mt_mlp_backward(ctx, &b->mlp, dy, dx, s ? &t.mlp : NULL);
     case ATTENTION: return mt_self_attention_backward(ctx, &b->attention, dy, dx, s ? &t.attention : NULL);
@@ -3000,6 +3116,8 @@ int main(void) {
         cmocka_unit_test(test_gradients_are_finite_differences),
         cmocka_unit_test(test_inference),
         cmocka_unit_test(test_micro_batches_in_flight),
+        cmocka_unit_test(test_interleaved_halves_are_two_micro_batches),
+        cmocka_unit_test(test_interleaving_has_no_effect_where_it_says_so),
         cmocka_unit_test(test_a_backward_may_follow_or_not),
         cmocka_unit_test(test_dropout_masks_change_with_what_they_depend_on),
         cmocka_unit_test(test_the_halves_of_a_layer_drop_independently),

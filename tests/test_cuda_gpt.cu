@@ -315,6 +315,27 @@ static void test_overlap(void **state) {
     }
 }
 
+/* The halves of a batch in turn: the reductions of one half beside the products of the other one, or not, have the same
+   bits, in training and where backward runs forward again; and the CPU's results. */
+static void test_interleaved_halves(void **state) {
+    static gpt_result on_cpu, beside, apart;
+    (void)state;
+    for (int i = 0; i < 2; i++) {
+        gpt_run r = run_of(MT_DEVICE_CUDA, MT_F32, 1, 0, i), c;
+        r.interleave = 1;
+        r.recompute = i == 1 ? MT_RECOMPUTE_FULL : MT_RECOMPUTE_NONE;
+        c = r;
+        c.device = MT_DEVICE_CPU;
+        gpt_execute(c, &on_cpu);
+        gpt_execute(r, &beside);
+        assert_near(&r, &on_cpu, &beside);
+        assert_planned(r, &beside);
+        r.no_overlap = MT_OVERLAP_ROW_FORWARD | MT_OVERLAP_COLUMN_BACKWARD;
+        gpt_execute(r, &apart);
+        if (memcmp(&beside, &apart, GPT_SAME_BYTES) != 0) fail_msg("%s: other bits without overlap", gpt_name(&r));
+    }
+}
+
 /* Gradients in buckets, reduced during the backward or after it, with the optimizer sharded or not: the bits of a
    run without these on one GPU; with NCCL, the same bits during or after; near the CPU's results; and the planned
    memory. */
@@ -927,6 +948,7 @@ int main(void) {
         cmocka_unit_test(test_attention_on_tensor_cores),
         cmocka_unit_test(test_scores),
         cmocka_unit_test(test_overlap),
+        cmocka_unit_test(test_interleaved_halves),
         cmocka_unit_test(test_copies),
         cmocka_unit_test(test_pipeline),
         cmocka_unit_test(test_data_parallel),

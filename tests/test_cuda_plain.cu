@@ -242,10 +242,11 @@ static void test_layers_of_tensors_are_the_layers(void **state) {
 typedef struct layer_work {
     int products, operators, overlaps; /* operators: with products, attention and collectives */
     int64_t least_rows;                /* of a product of activations and a weight */
+    int hidden;                        /* overlaps that end after a product that began later */
 } layer_work;
 
 /* Counts the work of one transformer layer on 8 ranks that are planned for GPUs: 8192 tokens, hidden 4096, bf16. */
-static layer_work work_of_layer(int sequence_parallel, int chunks) {
+static layer_work work_of_layer(int sequence_parallel, int chunks, int interleave) {
     mt_context_desc where;
     mt_grid_desc shape;
     mt_transformer_layer_desc d;
@@ -261,7 +262,7 @@ static layer_work work_of_layer(int sequence_parallel, int chunks) {
     memset(&options, 0, sizeof options), memset(&batch, 0, sizeof batch), memset(&work, 0, sizeof work);
     where.device = MT_DEVICE_META, where.planned = MT_DEVICE_CUDA, where.arena_bytes = (size_t)1 << 34;
     shape.tp = 8, d.hidden = 4096, d.heads = 32, d.sequence_parallel = sequence_parallel;
-    batch.sequences = 4, batch.seq = 2048, options.overlap_chunks = chunks;
+    batch.sequences = 4, batch.seq = 2048, options.overlap_chunks = chunks, options.interleave = interleave;
     test_paper_rank(8, 1, shape, &where, &r);
     mt_context *c = r.ctx;
     ASSERT_STATUS(c, MT_SUCCESS, mt_parallel_set_options(c, &options));
@@ -277,8 +278,11 @@ static layer_work work_of_layer(int sequence_parallel, int chunks) {
     ASSERT_STATUS(c, MT_SUCCESS, mt_transformer_layer_backward(c, &layer, t[2], t[3], &saved));
     ASSERT_STATUS(c, MT_SUCCESS, mt_context_take_trace(c, &trace));
     work.least_rows = 8192;
+    int products_at[MT_OVERLAP_TICKETS]; /* the products before the end of the last overlap with a ticket */
     for (size_t i = 0; i < trace.count; i++) {
         const mt_trace_entry *e = &trace.entries[i];
+        if (e->work == MT_WORK_OVERLAP_END) products_at[e->ticket] = work.products;
+        work.hidden += e->work == MT_WORK_OVERLAP_WAIT && products_at[e->ticket] < work.products;
         work.products += e->work == MT_WORK_GEMM;
         work.operators += e->work <= MT_WORK_COMMUNICATION;
         work.overlaps += e->work == MT_WORK_OVERLAP_BEGIN;
@@ -291,8 +295,8 @@ static layer_work work_of_layer(int sequence_parallel, int chunks) {
 
 /* A chunk is one product, of many rows, and sequence parallelism does not change that. */
 static void test_few_large_products(void **state) {
-    layer_work whole = work_of_layer(1, 1), chunks = work_of_layer(1, 0), most = work_of_layer(1, 8);
-    layer_work all_reduce = work_of_layer(0, 0);
+    layer_work whole = work_of_layer(1, 1, 0), chunks = work_of_layer(1, 0, 0), most = work_of_layer(1, 8, 0);
+    layer_work all_reduce = work_of_layer(0, 0, 0);
     (void)state;
     assert_int_equal(whole.products, 12);
     assert_true(chunks.products == 12 + 6 && chunks.operators <= 60 && chunks.least_rows == 4096);
@@ -302,9 +306,20 @@ static void test_few_large_products(void **state) {
     assert_true(all_reduce.operators <= 60);
 }
 
+/* Halves in turn: of the 8 all-reduces of half a batch only the last one of forward has no product beside it. Whole,
+   none of the two of forward has, and in chunks all but the last chunk of each. */
+static void test_halves_hide_reductions(void **state) {
+    layer_work whole = work_of_layer(0, 1, 0), halves = work_of_layer(0, 0, 1), ignored = work_of_layer(1, 0, 1);
+    (void)state;
+    assert_true(whole.products == 12 && whole.overlaps == 2 && whole.hidden == 2);
+    assert_true(halves.products == 24 && halves.overlaps == 8 && halves.hidden == 7);
+    assert_int_equal(ignored.products, work_of_layer(1, 0, 0).products); /* sequence parallelism */
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_few_large_products),
+        cmocka_unit_test(test_halves_hide_reductions),
         cmocka_unit_test(test_layers_of_tensors_are_the_layers),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

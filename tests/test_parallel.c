@@ -3000,6 +3000,11 @@ static void test_options(void **state) {
     o.overlap_chunks = -1;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "overlap_chunks is -1", mt_parallel_set_options(r.ctx, &o));
     o.overlap_chunks = 1;
+    o.interleave = 2;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "interleave is 2, must be 0 or 1", mt_parallel_set_options(r.ctx, &o));
+    o.interleave = 0;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "slot is 2, must be from -1 to 1", mt_layers_hold_reduction(r.ctx, 2));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "slot is -1, must be 0 or 1", mt_layers_wait_reduction(r.ctx, -1));
     o.no_overlap = 16;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "no_overlap is 16, must be bits of mt_overlap", mt_parallel_set_options(r.ctx, &o));
     assert_int_equal(mt_parallel_get_options(r.ctx).no_overlap, MT_OVERLAP_GRADIENTS);

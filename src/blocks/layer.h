@@ -67,12 +67,18 @@ typedef struct mt_transformer_layer {
     mt_comm *tp;                 /* the tensor group */
 } mt_transformer_layer;
 
-/* With MT_RECOMPUTE_FULL, only x and attention.batch are valid after forward. */
-typedef struct mt_transformer_layer_saved {
-    mt_tensor x; /* the layer's input, in the caller's memory */
+/* What the norms and blocks of a layer save. */
+typedef struct mt_transformer_layer_tensors {
     mt_norm_saved input_norm, mlp_norm;
     mt_self_attention_saved attention;
     mt_mlp_saved mlp;
+} mt_transformer_layer_tensors;
+
+/* With MT_RECOMPUTE_FULL, only x and batch are valid after forward. */
+typedef struct mt_transformer_layer_saved {
+    mt_tensor x; /* the layer's input, in the caller's memory */
+    mt_batch batch;
+    mt_transformer_layer_tensors parts[2]; /* parts[1]: of the second half, with mt_parallel_options.interleave */
 } mt_transformer_layer_saved;
 
 /* Forward computes y from x. Backward computes dx from dy, and adds to the gradients of the parameters. x, y, dx, dy

@@ -76,6 +76,16 @@ MT_API mt_status mt_check_tokens(mt_context *ctx, const char *function, int64_t 
    MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
 MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust);
 
+/* Let a block compute while a reduction of a layer is in flight. After mt_layers_hold_reduction with slot 0 or 1, two
+   kinds of calls return before their reduction over the tensor group is done: the forward of row-parallel layers that
+   add no bias, and the backward of column-parallel layers without add_to_dx. Slot -1 ends this for later calls.
+   mt_layers_wait_reduction waits for what was begun in a slot. Until then nothing may read or write the y or the dx of
+   the call, or release its memory. After an error, wait for both slots. A call that holds its reduction cuts no tokens
+   into chunks. With sequence parallelism, and while there is a hash log, calls wait for their reductions.
+   Errors: MT_ERR_ARGUMENT (no such slot), MT_ERR_MEMORY, MT_ERR_SYSTEM (CUDA failed). */
+MT_API mt_status mt_layers_hold_reduction(mt_context *ctx, int slot);
+MT_API mt_status mt_layers_wait_reduction(mt_context *ctx, int slot);
+
 /* Convert between the tokens of the tensor group and the rows on this rank. Under sequence parallelism rows = tokens /
    t; otherwise rows = tokens.
      mt_sequence_tokens  returns the tokens for a number of rows, or -1 when int64_t overflows.

@@ -246,7 +246,7 @@ static mti_chunks mti_chunks_of(const mt_context *ctx, mt_comm *tp, int sequence
     c.units = sequence_parallel ? ranks : rows;
     c.unit = sequence_parallel ? rows : 1;
     if (count == 0) count = mti_default_chunks(ctx, sequence_parallel, c.units * c.unit);
-    if (ranks == 1 || !travel || mt_context_invariant(ctx)) count = 1;
+    if (ranks == 1 || !travel || mt_context_invariant(ctx) || mti_holds(ctx, sequence_parallel)) count = 1;
     c.count = (int)mt_max(mt_min(count, c.units), 1);
     return c;
 }
@@ -584,19 +584,23 @@ static mt_status mti_column_forward(mt_context *ctx, const mti_layers *l, mt_ten
    GEMMs of the next chunk. */
 static mt_status mti_row_forward(mt_context *ctx, const mti_layers *l, const mt_tensor *x, mt_tensor y) {
     const mt_parallel_linear *first = l->list;
-    int sp = first->desc.sequence_parallel, i;
+    int sp = first->desc.sequence_parallel, holds = mti_holds(ctx, sp), i;
     mti_chunks c = mti_chunks_of(ctx, first->tp, sp, 1, y.rows);
     mti_partial p = {l, MT_TRANS, x, &c, 0};
     mt_tensor partial;
     MT_TRY(mti_partial_tokens(ctx, first->tp, sp, y, &partial));
     for (p.chunk = 0; p.chunk < c.count; p.chunk++) {
         MT_TRY(mti_partial_product(ctx, &p, mti_chunk(&c, partial, p.chunk)));
-        MT_TRY(mti_overlap_begin(ctx, first->tp, c.count > 1 ? MT_OVERLAP_ROW_FORWARD : 0));
-        MT_TRY(mt_overlap_end(ctx, p.chunk, mti_reduce_chunk(ctx, first->tp, sp, &c, p.chunk, partial, y)));
+        MT_TRY(mti_overlap_begin(ctx, first->tp, c.count > 1 || holds ? MT_OVERLAP_ROW_FORWARD : 0));
+        MT_TRY(mt_overlap_end(ctx, mti_reduction_ticket(ctx, sp, p.chunk),
+                              mti_reduce_chunk(ctx, first->tp, sp, &c, p.chunk, partial, y)));
     }
-    MT_TRY(mt_overlap_wait_all(ctx));
-    for (i = 0; i < l->count; i++)
-        if (mti_own_bias(&l->list[i])) MT_TRY(mt_bias_forward(ctx, y, l->list[i].bias->value));
+    if (!holds) MT_TRY(mt_overlap_wait_all(ctx));
+    for (i = 0; i < l->count; i++) {
+        if (!mti_own_bias(&l->list[i])) continue;
+        MT_TRY(mt_overlap_wait(ctx, mti_reduction_ticket(ctx, sp, 0)));
+        MT_TRY(mt_bias_forward(ctx, y, l->list[i].bias->value));
+    }
     return MT_SUCCESS;
 }
 
@@ -616,9 +620,10 @@ static mt_status mti_layers_run(mt_context *ctx, const mti_layers *l, const mt_t
     return mti_gather_features(ctx, n->tp, n->weight, local, y[0]);
 }
 
-/* Ends a call: waits for its collectives and releases the arena to `mark`. */
+/* Ends a call: waits for its collectives, except for a reduction that is held, and releases the arena to `mark`. */
 static mt_status mti_linear_end(mt_context *ctx, size_t mark, mt_status status) {
-    MT_KEEP(status, mt_overlap_wait_all(ctx)); /* collectives may still use the arena */
+    int count = mti_holds(ctx, 0) ? MTI_HOLD_TICKET : MT_OVERLAP_TICKETS, i;
+    for (i = 0; i < count; i++) MT_KEEP(status, mt_overlap_wait(ctx, i)); /* they may still use the arena */
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -628,6 +633,7 @@ static mt_status mti_layer_log(mt_context *ctx, const mti_layers *l, int i, int 
     const mt_parallel_linear *n = &l->list[i];
     int split = l->columns ? !backward && !n->desc.gather_output : backward && n->desc.input_is_parallel;
     int by_rows = l->columns == backward && n->desc.sequence_parallel;
+    if (mti_hash_log_of(ctx)) MT_TRY(mt_overlap_wait(ctx, mti_reduction_ticket(ctx, n->desc.sequence_parallel, 0)));
     return mt_hash_log_activation(ctx, n->name, 0, backward ? "input_grad" : "output", t, by_rows,
                                   split ? n->weight : NULL);
 }
@@ -683,7 +689,7 @@ static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_parallel_l
     return MT_SUCCESS;
 }
 
-/* Computes dx = the sum of dy W over layers and ranks. The reduction may still run on return, under ticket 0. */
+/* Computes dx = the sum of dy W over layers and ranks. The reduction may still run on return. */
 static mt_status mti_column_input_gradient(mt_context *ctx, const mti_layers *l, const mt_tensor *dy, mt_tensor dx) {
     const mt_parallel_linear *first = l->list;
     int sp = first->desc.sequence_parallel;
@@ -692,12 +698,12 @@ static mt_status mti_column_input_gradient(mt_context *ctx, const mti_layers *l,
     MT_TRY(mti_partial_tokens(ctx, first->tp, sp, dx, &partial));
     MT_TRY(mti_partial_product(ctx, &p, partial));
     MT_TRY(mti_overlap_begin(ctx, first->tp, MT_OVERLAP_COLUMN_BACKWARD));
-    return mt_overlap_end(ctx, 0, mti_reduce_tokens(ctx, first->tp, sp, 1, partial, dx));
+    return mt_overlap_end(ctx, mti_reduction_ticket(ctx, sp, 0), mti_reduce_tokens(ctx, first->tp, sp, 1, partial, dx));
 }
 
 /* Computes dx and adds to the parameter gradients. The gather of x (ticket 1) overlaps with the GEMMs of dx, and the
-   reduction of dx (ticket 0) with the GEMMs of the weight gradients. With add_to_dx the reduction is in scratch memory,
-   because it would otherwise also sum what dx has had before. */
+   reduction of dx (ticket 0, or that of a slot) with the GEMMs of the weight gradients. With add_to_dx the reduction is
+   in scratch memory, because it would otherwise also sum what dx has had before. */
 static mt_status mti_column_backward(mt_context *ctx, const mti_layers *l, const mt_tensor *dy, mt_tensor dx,
                                      mt_tensor x) {
     const mt_parallel_linear *first = l->list;
@@ -710,7 +716,7 @@ static mt_status mti_column_backward(mt_context *ctx, const mti_layers *l, const
     MT_TRY(mt_overlap_wait(ctx, 1));
     for (i = 0; i < l->count; i++) MT_TRY(mti_column_weight_gradient(ctx, &l->list[i], dy[i], all));
     if (!add) return MT_SUCCESS;
-    MT_TRY(mt_overlap_wait(ctx, 0));
+    MT_TRY(mt_overlap_wait(ctx, mti_reduction_ticket(ctx, sp, 0)));
     return mt_add(ctx, dx, sum, dx);
 }
 

@@ -38,6 +38,7 @@ typedef struct mti_guard {
 typedef struct mti_parallel {
     mt_parallel_options options;
     int trust_ids;
+    int hold;              /* 1 + the slot of mt_layers_hold_reduction; 0: none */
     mt_hash_log *hash_log; /* NULL: off */
     int64_t backwards;     /* backwards that mt_pipeline_run has begun in this context */
     int64_t micro_batch;   /* number of the backward that mt_pipeline_run runs now; 0: none */
@@ -78,6 +79,7 @@ MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_opti
                        o.no_overlap);
     MT_TRY(mt_check_integer(ctx, "mt_parallel_set_options", NULL, "overlap_chunks", o.overlap_chunks, 0,
                             MT_OVERLAP_CHUNKS_MAX));
+    MT_TRY(mt_check_integer(ctx, "mt_parallel_set_options", NULL, "interleave", o.interleave, 0, 1));
     MT_TRY(mti_parallel_open(ctx, &p));
     p->options = o;
     return MT_SUCCESS;
@@ -106,6 +108,36 @@ static int mti_ids_are_trusted(const mt_context *ctx) {
 static mt_hash_log *mti_hash_log_of(const mt_context *ctx) {
     const mti_parallel *p = mti_parallel_of(ctx);
     return p ? p->hash_log : NULL;
+}
+
+/* The last tickets of the second stream are those of the slots. */
+#define MTI_HOLD_SLOTS 2
+#define MTI_HOLD_TICKET (MT_OVERLAP_TICKETS - MTI_HOLD_SLOTS)
+
+MT_API mt_status mt_layers_hold_reduction(mt_context *ctx, int slot) {
+    mti_parallel *p;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mt_check_integer(ctx, "mt_layers_hold_reduction", NULL, "slot", slot, -1, MTI_HOLD_SLOTS - 1));
+    MT_TRY(mti_parallel_open(ctx, &p));
+    p->hold = 1 + slot;
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_layers_wait_reduction(mt_context *ctx, int slot) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mt_check_integer(ctx, "mt_layers_wait_reduction", NULL, "slot", slot, 0, MTI_HOLD_SLOTS - 1));
+    return mt_overlap_wait(ctx, MTI_HOLD_TICKET + slot);
+}
+
+/* Returns 1 when layers hold their reductions. Sequence parallelism needs their memory at once. */
+static int mti_holds(const mt_context *ctx, int sequence_parallel) {
+    const mti_parallel *p = mti_parallel_of(ctx);
+    return p && p->hold && !sequence_parallel;
+}
+
+/* Returns the ticket of a reduction: that of the slot in which it is held, otherwise `chunk`. */
+static int mti_reduction_ticket(const mt_context *ctx, int sequence_parallel, int chunk) {
+    return mti_holds(ctx, sequence_parallel) ? MTI_HOLD_TICKET + mti_parallel_of(ctx)->hold - 1 : chunk;
 }
 
 /* Calls mt_overlap_begin with the stream for this kind of mt_overlap, or with MT_STREAM_NONE when the options turn the

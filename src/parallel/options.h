@@ -31,6 +31,12 @@ typedef struct mt_parallel_options {
        separate GEMM, also when nothing overlaps. Invariant mode always uses one chunk. 0: on MT_DEVICE_CUDA one chunk
        for each 1024 tokens, at most 4, or 2 with sequence parallelism; on other devices one chunk */
     int overlap_chunks;
+    /* 1: a transformer layer works on two halves of a batch in turn, so that the reduction of one half overlaps with
+       the computation of the other (Domino, arXiv 2409.15241). Outputs and gradients have the bits of two
+       micro-batches: the first sequences / 2 sequences, and the others. It has no effect in a tensor group of one, with
+       sequence parallelism, in invariant mode, with a key/value cache, and for a batch of one sequence or with
+       cu_seqlens. 0: a layer works on the whole batch */
+    int interleave;
 } mt_parallel_options;
 
 /* mt_parallel_set_options sets the options of the layers of ctx; options NULL: the defaults. Do not call it between a
