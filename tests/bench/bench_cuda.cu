@@ -11,7 +11,7 @@
    Data are random normal numbers. Each figure is the median of samples between CUDA events around repeated calls, after
    a warm-up. A ratio compares a figure with its limit, whose samples alternate with the figure's: a copy of as many
    bytes for a memory-bound operator, a large GEMM for attention and layers. The program says when a result is not
-   finite, and then exits with 1. The exit status is 77 when there is no GPU. */
+   finite, or has other bits when it is computed again, and then exits with 1. The exit status is 77 when there is no GPU. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_comm.h"
@@ -61,6 +61,7 @@ static thread_local mt_grid grid;
 static size_t other_arena;   /* bytes of the arena of a second context */
 static const char *item_now; /* name of the item that runs */
 static int not_finite;       /* number of results that were not */
+static int other_bits;       /* number of runs whose results have other bits than the first run's */
 
 #define DO(call)                                                                                                       \
     do {                                                                                                               \
@@ -246,6 +247,8 @@ static int32_t *zipf_ids(int64_t vocab, int64_t tokens, size_t *distinct) {
 
 /* ---- products by cuBLASLt itself --------------------------------------------------------------------------------- */
 
+#define LT_WORKSPACE ((size_t)32 << 20)
+
 /* C = op(A) op(B) + beta C by the fastest of the algorithms that cuBLASLt's heuristic offers, without the library. */
 struct lt_product {
     cublasLtMatmulDesc_t desc;
@@ -276,29 +279,54 @@ static cudaDataType_t lt_type(mt_tensor t) {
     return t.dtype == MT_F32 ? CUDA_R_32F : t.dtype == MT_F16 ? CUDA_R_16F : CUDA_R_16BF;
 }
 
-/* Looks for the algorithm: the one with the shortest of three samples of at least 1 ms. One whose first sample takes
-   1.5 times as long as the best one so far gets no others. The workspace is in the arena. */
-static lt_product lt_fastest(mt_transpose ta, mt_transpose tb, mt_tensor a, mt_tensor b, float beta, mt_tensor c,
-                             cublasComputeType_t compute = CUBLAS_COMPUTE_32F) {
+/* The layout of a tensor whose rows are `pieces` matrices, one after the other; of one matrix for all, when it does
+   not move. */
+static cublasLtMatrixLayout_t lt_layout(mt_tensor t, int pieces, bool moves) {
+    cublasLtMatrixLayout_t layout;
+    int64_t rows = moves ? t.rows / pieces : t.rows, stride = moves ? rows * t.ld : 0;
+    int32_t count = pieces;
+    cublasLtMatrixLayoutCreate(&layout, lt_type(t), (uint64_t)t.cols, (uint64_t)rows, t.ld);
+    cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count);
+    cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride);
+    return layout;
+}
+
+/* Describes a product, with a workspace in the arena. pieces: the rows of a and c are as many products with b, in one
+   batch */
+static lt_product lt_describe(mt_transpose ta, mt_transpose tb, mt_tensor a, mt_tensor b, float beta, mt_tensor c,
+                              cublasComputeType_t compute = CUBLAS_COMPUTE_32F, int pieces = 1) {
     lt_product p;
-    cublasLtMatmulPreference_t preference;
-    cublasLtMatmulHeuristicResult_t found[32];
     cublasOperation_t first = tb == MT_TRANS ? CUBLAS_OP_T : CUBLAS_OP_N,
                       second = ta == MT_TRANS ? CUBLAS_OP_T : CUBLAS_OP_N;
-    size_t room = (size_t)32 << 20;
-    int count = 0;
-    double best = 1e30;
     p.a = a, p.b = b, p.c = c, p.beta = beta, p.found = 0;
-    DO(mt_arena_alloc(ctx, room, &p.workspace));
+    DO(mt_arena_alloc(ctx, LT_WORKSPACE, &p.workspace));
     cublasLtMatmulDescCreate(&p.desc, compute, CUDA_R_32F);
     cublasLtMatmulDescSetAttribute(p.desc, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first);
     cublasLtMatmulDescSetAttribute(p.desc, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second);
-    cublasLtMatrixLayoutCreate(&p.la, lt_type(b), (uint64_t)b.cols, (uint64_t)b.rows, b.ld);
-    cublasLtMatrixLayoutCreate(&p.lb, lt_type(a), (uint64_t)a.cols, (uint64_t)a.rows, a.ld);
-    cublasLtMatrixLayoutCreate(&p.lc, lt_type(c), (uint64_t)c.cols, (uint64_t)c.rows, c.ld);
+    p.la = lt_layout(b, pieces, pieces == 1), p.lb = lt_layout(a, pieces, true), p.lc = lt_layout(c, pieces, true);
+    return p;
+}
+
+/* Asks for the algorithms, the one first that cuBLASLt takes for the fastest. Returns how many there are. */
+static int lt_ask(const lt_product &p, cublasLtMatmulHeuristicResult_t *found, int most) {
+    cublasLtMatmulPreference_t preference;
+    size_t room = LT_WORKSPACE;
+    int count = 0;
     cublasLtMatmulPreferenceCreate(&preference);
     cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &room, sizeof room);
-    cublasLtMatmulAlgoGetHeuristic(lt_handle(), p.desc, p.la, p.lb, p.lc, p.lc, preference, 32, found, &count);
+    cublasLtMatmulAlgoGetHeuristic(lt_handle(), p.desc, p.la, p.lb, p.lc, p.lc, preference, most, found, &count);
+    cublasLtMatmulPreferenceDestroy(preference);
+    return count;
+}
+
+/* Looks for the algorithm: the one with the shortest of three samples of at least 1 ms. One whose first sample takes
+   1.5 times as long as the best one so far gets no others. */
+static lt_product lt_fastest(mt_transpose ta, mt_transpose tb, mt_tensor a, mt_tensor b, float beta, mt_tensor c,
+                             cublasComputeType_t compute = CUBLAS_COMPUTE_32F, int pieces = 1) {
+    lt_product p = lt_describe(ta, tb, a, b, beta, c, compute, pieces);
+    cublasLtMatmulHeuristicResult_t found[32];
+    int count = lt_ask(p, found, 32);
+    double best = 1e30;
     for (int i = 0; i < count; i++) {
         if (found[i].state != CUBLAS_STATUS_SUCCESS || !lt_run(p, found[i])) continue;
         work f = [&] { lt_run(p, found[i]); };
@@ -307,7 +335,6 @@ static lt_product lt_fastest(mt_transpose ta, mt_transpose tb, mt_tensor a, mt_t
         for (int k = 0; k < 3 && seconds < 1.5 * best; k++) seconds = std::min(seconds, sample(f, reps));
         if (seconds < best || !p.found) best = seconds, p.choice = found[i], p.found = 1;
     }
-    cublasLtMatmulPreferenceDestroy(preference);
     return p;
 }
 
@@ -1340,6 +1367,207 @@ static void item_ranks() {
             for (mt_dtype dtype : {MT_F32, MT_BF16}) all_reduce_row(ranks, size, dtype);
 }
 
+/* ---- products in pieces, and beside other kernels ---------------------------------------------------------------- */
+
+static void found_or_end(const lt_product &p) {
+    if (!p.found) fprintf(stderr, "bench_cuda: cuBLASLt has no such product\n"), exit(1);
+}
+
+/* The rows of a chunk in sequence parallelism come in pieces, one of each rank: as a product for each piece, as one
+   batch, and as one product of all rows. */
+static void pieces_rows(int64_t k, int64_t n) {
+    int pieces = opt.tiny ? 4 : 32;
+    int64_t rows = opt.tiny ? 8 : 256, all = pieces * rows;
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor a = noise(MT_BF16, all, k), w = noise(MT_BF16, n, k), c = empty(MT_BF16, all, n);
+    lt_product whole = lt_fastest(MT_NO_TRANS, MT_TRANS, a, w, 0.0f, c),
+               batch = lt_fastest(MT_NO_TRANS, MT_TRANS, a, w, 0.0f, c, CUBLAS_COMPUTE_32F, pieces),
+               one = lt_fastest(MT_NO_TRANS, MT_TRANS, mt_tensor_rows(a, 0, rows), w, 0.0f, mt_tensor_rows(c, 0, rows));
+    work as_whole = [&] { lt_run(whole, whole.choice); };
+    std::string name = std::to_string(all) + " x " + std::to_string(k) + " x " + std::to_string(n) + ", ",
+                some = std::to_string(pieces) + " of " + std::to_string(rows) + " rows";
+    double flop = 2.0 * (double)all * (double)k * (double)n, ratio;
+    found_or_end(whole), found_or_end(batch), found_or_end(one);
+    row(name + "one product", measure(as_whole), 1e-12 * flop, "TFLOP/s", 1, "itself");
+    timing t = measure_beside([&] { lt_run(batch, batch.choice); }, as_whole, &ratio);
+    row(name + "a batch, " + some, t, 1e-12 * flop, "TFLOP/s", ratio, "one product");
+    check_finite(name + "a batch", c);
+    t = measure_beside(
+        [&] {
+            for (int i = 0; i < pieces; i++) {
+                one.a = mt_tensor_rows(a, i * rows, rows), one.c = mt_tensor_rows(c, i * rows, rows);
+                lt_run(one, one.choice);
+            }
+        },
+        as_whole, &ratio);
+    row(name + "products, " + some, t, 1e-12 * flop, "TFLOP/s", ratio, "one product");
+    check_finite(name + "products", c);
+    lt_destroy(&one), lt_destroy(&batch), lt_destroy(&whole);
+    mt_arena_release(ctx, mark);
+}
+
+static void item_pieces() {
+    int64_t h = opt.tiny ? 64 : 4096;
+    pieces_rows(h, h / 2); /* fc1 and fc2 of one rank of 8, forward */
+    pieces_rows(h / 2, h);
+}
+
+/* Takes a multiprocessor for each block, as a collective does: the block has all of its shared memory. */
+static __global__ void spin(uint32_t *out, int64_t turns) {
+    uint32_t x = threadIdx.x;
+    for (int64_t i = 0; i < turns; i++) x = x * 1664525u + 1013904223u;
+    if (x == 1) *out = x;
+}
+
+struct spinner {
+    cudaStream_t stream;
+    cudaEvent_t end;
+    uint32_t *out;
+    int blocks, shared;
+    double turns; /* of a second */
+};
+
+static void spin_for(const spinner &s, double seconds) {
+    int64_t turns = opt.tiny ? 1 : (int64_t)(seconds * s.turns);
+    MT_LAUNCH_KERNEL(spin, (unsigned)s.blocks, 32, (size_t)s.shared, s.stream, s.out, turns);
+    CUDA(cudaEventRecord(s.end, s.stream));
+}
+
+static spinner spinner_open() {
+    spinner s = {nullptr, nullptr, nullptr, 1, 0, 1e8};
+    void *out;
+    double begin;
+    DO(mt_arena_alloc(ctx, 256, &out)); /* what follows stays aligned as cuBLASLt wants it */
+    s.out = (uint32_t *)out;
+    CUDA(cudaDeviceGetAttribute(&s.shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
+    CUDA(cudaFuncSetAttribute((const void *)spin, cudaFuncAttributeMaxDynamicSharedMemorySize, s.shared));
+    CUDA(cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking));
+    CUDA(cudaEventCreateWithFlags(&s.end, cudaEventDisableTiming));
+    for (int i = 0; i < 2; i++) { /* the first is a warm-up */
+        begin = host_clock();
+        spin_for(s, 0.05);
+        CUDA(cudaStreamSynchronize(s.stream));
+    }
+    s.turns *= 0.05 / std::max(host_clock() - begin, 1e-6);
+    return s;
+}
+
+static void spinner_close(spinner *s) {
+    CUDA(cudaEventDestroy(s->end));
+    CUDA(cudaStreamDestroy(s->stream));
+}
+
+/* Measures f while the blocks spin. A sample counts only when they still spin at its end. */
+static timing measure_beside_spinning(const spinner &s, const work &f) {
+    int reps = calls_of(f);
+    double spins = 0.02, begin = host_clock();
+    std::vector<double> samples;
+    for (int i = 0; another((int)samples.size(), begin) && i < 4 * opt.samples + 8; i++) {
+        spin_for(s, spins);
+        double seconds = sample(f, reps);
+        bool still = cudaEventQuery(s.end) == cudaErrorNotReady;
+        cudaGetLastError();
+        CUDA(cudaStreamSynchronize(s.stream));
+        if (still || opt.tiny) samples.push_back(seconds);
+        else spins *= 2;
+    }
+    if (samples.empty()) fprintf(stderr, "bench_cuda: no product ended while other blocks spun\n"), exit(1);
+    return timing_of(samples);
+}
+
+/* A product whose algorithm cuBLASLt proposes for this number of multiprocessors, while a kernel takes some of them. */
+static void target_row(const spinner &s, const lt_product &whole, int target, double alone) {
+    lt_product p = lt_describe(MT_NO_TRANS, MT_TRANS, whole.a, whole.b, 0.0f, whole.c);
+    int32_t count = target;
+    double flop = 2.0 * (double)p.a.rows * (double)p.a.cols * (double)p.b.rows;
+    cublasLtMatmulDescSetAttribute(p.desc, CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, &count, sizeof count);
+    p.found = lt_ask(p, &p.choice, 1);
+    found_or_end(p);
+    timing t = measure_beside_spinning(s, [&] { lt_run(p, p.choice); });
+    row(std::to_string(s.blocks) + " multiprocessors taken, target " + std::to_string(target), t, 1e-12 * flop,
+        "TFLOP/s", alone / t.median, "alone");
+    lt_destroy(&p);
+}
+
+static void item_beside() {
+    int64_t h = opt.tiny ? 64 : 4096, tokens = opt.tiny ? 32 : 8192;
+    int multiprocessors = 0;
+    size_t mark = mt_arena_mark(ctx);
+    spinner s = spinner_open();
+    lt_product whole = lt_fastest(MT_NO_TRANS, MT_TRANS, noise(MT_BF16, tokens, h), noise(MT_BF16, h, h), 0.0f,
+                                  empty(MT_BF16, tokens, h));
+    found_or_end(whole);
+    CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
+    timing alone = measure([&] { lt_run(whole, whole.choice); });
+    row("nothing beside", alone, 2e-12 * (double)tokens * (double)(h * h), "TFLOP/s", 1, "itself");
+    for (int blocks : {16, 32})
+        for (int less : {0, 16, 32}) {
+            size_t inner = mt_arena_mark(ctx);
+            s.blocks = blocks;
+            target_row(s, whole, std::max(1, multiprocessors - less), alone.median);
+            mt_arena_release(ctx, inner);
+        }
+    lt_destroy(&whole);
+    spinner_close(&s);
+    mt_arena_release(ctx, mark);
+}
+
+/* ---- the same bits each time ------------------------------------------------------------------------------------- */
+
+static uint64_t hash_of(mt_tensor t) {
+    uint64_t hash = 0;
+    DO(mt_hash(ctx, t, 0, 0, t.cols, &hash));
+    return hash;
+}
+
+/* Computes f 20 times. Before each time its results have other bits. */
+static void repeat_row(const std::string &name, const std::vector<mt_tensor> &results, const work &f) {
+    std::vector<uint64_t> first, now;
+    int times = opt.tiny ? 2 : 20, differ = 0;
+    double begin = host_clock();
+    for (int i = 0; i < times; i++) {
+        for (mt_tensor t : results) DO(mt_fill(ctx, t, (float)i));
+        f();
+        now.clear();
+        for (mt_tensor t : results) now.push_back(hash_of(t));
+        if (i == 0) first = now;
+        differ += now != first;
+    }
+    print_row(name + ", other bits", differ, differ, differ, "runs", (host_clock() - begin) / times, 0, "");
+    other_bits += differ;
+    if (differ) fprintf(stderr, "bench_cuda: %s, %s: OTHER BITS in %d of %d\n", item_now, name.c_str(), differ, times);
+}
+
+static void repeat_attention(mt_dtype dtype, int64_t head_dim, int64_t per_group, mt_mask mask, float dropout) {
+    int64_t seq = opt.tiny ? 33 : 2048, sequences = opt.tiny ? 1 : 4;
+    int64_t heads = opt.tiny ? 2 : 2048 / head_dim / per_group * per_group, tokens = sequences * seq;
+    size_t mark = mt_arena_mark(ctx);
+    mt_attention_desc s;
+    memset(&s, 0, sizeof s);
+    s.batch = sequences, s.seq = seq, s.groups = heads / per_group, s.heads_per_group = per_group;
+    s.head_dim = head_dim, s.scores.mask = mask;
+    s.dropout.p = dropout, s.dropout.at.seed = 3, s.dropout.at.global_cols = heads;
+    int64_t width = heads * head_dim, wide = (heads + 2 * s.groups) * head_dim;
+    mt_tensor qkv = noise(dtype, tokens, wide), dqkv = empty(dtype, tokens, wide), out = empty(dtype, tokens, width);
+    mt_tensor dout = noise(dtype, tokens, width), lse = empty(MT_F32, heads, tokens);
+    std::string name = type_of(dtype) + "attention, head size " + std::to_string(head_dim);
+    if (mask == MT_MASK_CAUSAL) name += ", causal";
+    if (per_group > 1) name += ", " + std::to_string(per_group) + " heads per group";
+    if (dropout > 0) name += ", dropout";
+    repeat_row(name + ", forward", {out, lse}, [&] { DO(mt_attention_forward(ctx, &s, qkv, out, lse)); });
+    repeat_row(name + ", backward", {dqkv}, [&] { DO(mt_attention_backward(ctx, &s, qkv, out, lse, dout, dqkv)); });
+    mt_arena_release(ctx, mark);
+}
+
+static void item_repeat() {
+    for (int64_t head_dim : {64, 96, 128, 256})
+        for (mt_mask mask : {MT_MASK_CAUSAL, MT_MASK_BIDIRECTIONAL}) repeat_attention(MT_BF16, head_dim, 1, mask, 0);
+    repeat_attention(MT_F16, 128, 1, MT_MASK_CAUSAL, 0);
+    repeat_attention(MT_BF16, 128, opt.tiny ? 2 : 4, MT_MASK_CAUSAL, 0);
+    repeat_attention(MT_BF16, 64, 1, MT_MASK_CAUSAL, 0.1f);
+    repeat_attention(MT_BF16, 128, 1, MT_MASK_CAUSAL, 0.1f);
+}
+
 /* ---- scaling ----------------------------------------------------------------------------------------------------- */
 
 /* arXiv 1909.08053: GPTs with about as many parameters for each of their ranks, and a batch of 8 sequences for all.
@@ -1522,6 +1750,9 @@ static const struct {
     {"gpt2", "training step of GPT-2 124M, bf16, AdamW, clipped", item_gpt2, LARGE_GEMM},
     {"optimizer", "gradient norm and AdamW over all parameters of GPT-2 124M", item_optimizer, NOTHING},
     {"ranks", "ranks that are threads and share this GPU", item_ranks, NOTHING},
+    {"pieces", "products of a chunk in sequence parallelism, bf16, weights of one rank of 8", item_pieces, NOTHING},
+    {"beside", "a product, bf16, 8192 x 4096 x 4096, while a kernel takes multiprocessors", item_beside, NOTHING},
+    {"repeat", "attention 20 times: how many runs have other bits than the first", item_repeat, NOTHING},
     {"scaling", "the paper's GPTs on 1 to 8 tensor parallel ranks, bf16, full recomputation", item_scaling,
      WHOLE_MEMORY},
     {"gemm-paper", "the products of the layers of the paper", item_gemm_paper, NOTHING},
@@ -1619,5 +1850,5 @@ int main(int argc, char **argv) {
         i.run();
         close_context();
     }
-    return not_finite > 0;
+    return not_finite > 0 || other_bits > 0;
 }
