@@ -407,9 +407,10 @@ typedef struct mt_nccl_id {
    from mt_world_from_env, mt_launch, mt_comm_create_local, mt_comm_create_mpi or mt_comm_create_transport, or was split
    from such a communicator.
    Ranks that are threads: *out is over NCCL when NCCL is built and each rank has its own GPU. Otherwise *out is a new
-   group of threads, like world.
+   group of threads, like world. With NCCL 2.30 or later and NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment, ranks that
+   share a GPU are over NCCL, too: this is for tests, see docs/gpus.md, "Several ranks on one GPU over NCCL".
    Processes over MPI, and ranks over a transport of the program: *out is over NCCL when NCCL is built and all contexts
-   are on GPUs. Each process then needs its own GPU, or NCCL fails. Otherwise *out is like world.
+   are on GPUs. Each process then needs its own GPU, or that variable, or NCCL fails. Otherwise *out is like world.
    Processes without MPI: *out is over NCCL. The ranks connect through NCCL_COMM_ID=host:port, an environment variable
    that mt_world_from_env sets when it can (see docs/many-ranks.md, "Launchers").
    Errors: MT_ERR_ARGUMENT (world is over NCCL or meta; processes without MPI: NCCL_COMM_ID is not set),
@@ -1551,6 +1552,7 @@ struct mt_context {
     mt_comm *nccl;              /* list of the communicators over NCCL that belong to this context */
     uint64_t nccl_calls;        /* number of calls on these communicators so far */
     struct mti_window *windows; /* list of the memory registered with these communicators */
+    struct mti_parked *parked;  /* list of freed memory that stays with the context, see mti_cuda_give */
     mt_trace trace;             /* MT_DEVICE_META */
     size_t trace_capacity;
     int trace_lost;           /* 1: there was no memory for an entry */
@@ -1907,6 +1909,63 @@ static void mti_cuda_free(void *user, void *ptr, size_t bytes) {
     cudaFree(ptr);
 }
 
+/* -- memory of ranks that share a GPU -- */
+
+/* Does NCCL let several ranks use one GPU? From 2.30 on it does where the environment asks for it. */
+static int mti_nccl_may_share(void) {
+#if MTI_NCCL
+    const char *asked = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+    int version = 0;
+    return asked && atoi(asked) && ncclGetVersion(&version) == ncclSuccess && version >= NCCL_VERSION(2, 30, 0);
+#else
+    return 0;
+#endif
+}
+
+typedef struct mti_parked {
+    struct mti_parked *next;
+    void *memory;
+    size_t bytes;
+} mti_parked;
+
+/* cudaFree waits until the GPU is idle: also for a collective of another thread on this GPU, which waits for this rank.
+   So a context with communicators over NCCL then keeps what is freed, until it is destroyed. */
+static void mti_cuda_give(mt_context *ctx, void *memory, size_t bytes) {
+    int keeps = ctx->nccl && mti_nccl_may_share();
+    mti_parked *parked = keeps ? (mti_parked *)mt_host_alloc(sizeof *parked) : NULL;
+    if (!parked) {
+        (ctx->allocator.free)(ctx->allocator.user, memory, bytes);
+        return;
+    }
+    parked->memory = memory;
+    parked->bytes = bytes;
+    parked->next = ctx->parked;
+    ctx->parked = parked;
+}
+
+/* Returns memory: parked memory of the same size, or new memory. NULL: there is none */
+static void *mti_cuda_take(mt_context *ctx, size_t bytes) {
+    mti_parked **at = &ctx->parked, *parked;
+    void *memory;
+    while (*at && (*at)->bytes != bytes) at = &(*at)->next;
+    parked = *at;
+    if (!parked) return (ctx->allocator.alloc)(ctx->allocator.user, bytes, MT_ALIGNMENT);
+    memory = parked->memory;
+    *at = parked->next;
+    mt_host_free(parked);
+    return memory;
+}
+
+/* Frees the parked memory, or only forgets it when a stream may still use it. */
+static void mti_cuda_free_parked(mt_context *ctx) {
+    mti_parked *parked;
+    while ((parked = ctx->parked) != NULL) {
+        ctx->parked = parked->next;
+        if (!ctx->stuck) (ctx->allocator.free)(ctx->allocator.user, parked->memory, parked->bytes);
+        mt_host_free(parked);
+    }
+}
+
 MT_API mt_status mt_cuda_enter(mt_context *ctx) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (ctx->device == MT_DEVICE_META) return MT_PLANNED;
@@ -2213,6 +2272,10 @@ static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
     return (void)user, (void)bytes, (void)alignment, (void *)NULL;
 }
 static void mti_cuda_free(void *user, void *ptr, size_t bytes) { (void)user, (void)ptr, (void)bytes; }
+static void *mti_cuda_take(mt_context *ctx, size_t bytes) { return (void)ctx, (void)bytes, (void *)NULL; }
+static void mti_cuda_give(mt_context *ctx, void *memory, size_t bytes) { (void)ctx, (void)memory, (void)bytes; }
+static void mti_cuda_free_parked(mt_context *ctx) { (void)ctx; }
+static int mti_nccl_may_share(void) { return 0; }
 static int mti_cuda_count(void) { return 0; }
 static void mti_cuda_load_eagerly(void) {}
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
@@ -3469,6 +3532,7 @@ static void mti_context_close(mt_context *ctx) {
     mti_team_destroy(ctx->team);
     if (ctx->device != MT_DEVICE_META && ctx->arena && !ctx->stuck)
         (ctx->allocator.free)(ctx->allocator.user, ctx->arena, ctx->arena_bytes);
+    mti_cuda_free_parked(ctx);
 }
 
 MT_API void mt_context_destroy(mt_context *ctx) {
@@ -3562,7 +3626,8 @@ MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
     } else {
         void *ptr;
         if (ctx->device == MT_DEVICE_CUDA) MT_TRY(mti_cuda_enter_host(ctx));
-        ptr = (ctx->allocator.alloc)(ctx->allocator.user, size, MT_ALIGNMENT);
+        ptr = ctx->device == MT_DEVICE_CUDA ? mti_cuda_take(ctx, size)
+                                            : (ctx->allocator.alloc)(ctx->allocator.user, size, MT_ALIGNMENT);
         if (!ptr) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: no memory for %zu bytes", bytes);
         if (ctx->device == MT_DEVICE_CUDA) status = mt_cuda_zero(ctx, ptr, size);
         else memset(ptr, 0, size);
@@ -3582,8 +3647,8 @@ MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
     size_t size = mt_align_up(bytes ? bytes : 1);
     if (!ctx || !ptr || mti_has_no_gpu(ctx)) return;
     /* waits for kernels that use ptr: the caller's allocator may not wait */
-    if (ctx->device == MT_DEVICE_CPU || (ctx->device == MT_DEVICE_CUDA && mti_cuda_forget(ctx, ptr)))
-        (ctx->allocator.free)(ctx->allocator.user, ptr, size);
+    if (ctx->device == MT_DEVICE_CPU) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
+    else if (ctx->device == MT_DEVICE_CUDA && mti_cuda_forget(ctx, ptr)) mti_cuda_give(ctx, ptr, size);
     if (ctx->hooks) ctx->hooks->freed(ctx, ptr, size);
     mti_notify_forgotten(ctx, ptr, size, 1);
     ctx->allocated -= size;
@@ -7728,6 +7793,17 @@ static mt_status mti_nccl_check_order(mt_context *ctx) {
         nvls ? nvls : "not set");
 }
 
+/* -- ranks that share a GPU -- */
+
+#define MTI_NCCL_SHARED_CTAS 4 /* most thread blocks of a collective: 8 ranks with 3 of them at once take 96 */
+
+/* The most thread blocks of a collective, 0: no limit. All blocks of ranks that share a GPU must fit into it at the
+   same time, because they wait for each other. */
+static int mti_nccl_ctas(const mt_comm *comm) {
+    int most = comm->nccl.max_ctas;
+    return mti_nccl_may_share() && (!most || most > MTI_NCCL_SHARED_CTAS) ? MTI_NCCL_SHARED_CTAS : most;
+}
+
 /* -- registration -- */
 
 typedef struct mti_window {
@@ -7742,20 +7818,21 @@ typedef struct mti_window {
 } mti_window;
 
 /* Registers the memory of w: as a symmetric window where NCCL has them, and otherwise as a buffer. A window lets NCCL
-   add with the kernels of NVLS. NCCL also returns success, and no window, where it does not support one. */
+   add with the kernels of NVLS, and its kernels need a GPU for each rank. NCCL also returns success, and no window,
+   where it does not support one. */
 static mt_status mti_window_begin(mt_context *ctx, mti_window *w, void *memory) {
     mt_comm *comm = w->comm;
-    int version = 0, in_order = mti_nccl_is_deterministic(ctx);
+    int version = 0, as_buffer = mti_nccl_is_deterministic(ctx) || mti_nccl_may_share();
     ncclGetVersion(&version);
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
-    if (version >= NCCL_VERSION(2, 27, 0) && !in_order) {
+    if (version >= NCCL_VERSION(2, 27, 0) && !as_buffer) {
         MT_TRY(MTI_NCCL_RUN(
             ctx, comm,
             ncclCommWindowRegister(comm->nccl.handle, memory, w->bytes, &w->window, NCCL_WIN_COLL_SYMMETRIC)));
         if (w->window) return MT_SUCCESS;
     }
 #endif
-    (void)in_order; /* NCCL before 2.27 */
+    (void)as_buffer; /* NCCL before 2.27 */
     return MTI_NCCL_RUN(ctx, comm, ncclCommRegister(comm->nccl.handle, memory, w->bytes, &w->buffer));
 }
 
@@ -8158,7 +8235,7 @@ static mt_status mti_nccl_carve(mt_context *ctx, mt_comm *comm, int color, int r
     struct ncclComm *opener = comm->nccl.opener, *none = NULL, **handle = child ? &child->nccl.handle : &none;
     int taken = child ? color : NCCL_SPLIT_NOCOLOR;
     config.blocking = 1;
-    if (child && child->nccl.max_ctas) config.maxCTAs = child->nccl.max_ctas;
+    if (child && mti_nccl_ctas(child)) config.maxCTAs = mti_nccl_ctas(child);
     if (opener) MT_TRY(mti_nccl_poll(ctx, comm, opener, ncclCommSplit(opener, taken, rank, handle, &config)));
     else MT_TRY(MTI_NCCL_RUN(ctx, comm, ncclCommSplit(comm->nccl.handle, taken, rank, handle, &config)));
     return child ? mti_nccl_poll(ctx, child, *handle, ncclInProgress) : MT_SUCCESS;
@@ -8385,43 +8462,43 @@ typedef struct mti_peer {
     mt_nccl_id id;
 } mti_peer;
 
-/* Exchanges the places of all ranks. *first: the place of rank 0; *own_gpus: 1 when all contexts are on GPUs, and no
-   two threads use the same GPU. Processes are not compared, because each may number the GPUs in its own way; NCCL
-   detects a GPU that two of them use. */
+/* Exchanges the places of all ranks. *first: the place of rank 0; *fit_nccl: 1 when all contexts are on GPUs, and no
+   two threads use the same GPU, unless NCCL lets them. Processes are not compared, because each may number the GPUs in
+   its own way; NCCL detects a GPU that two of them use. */
 static mt_status mti_gather_peers(mt_context *ctx, mt_comm *local, const mti_peer *mine, mti_peer *first,
-                                  int *own_gpus) {
+                                  int *fit_nccl) {
     mti_call call;
-    int r, other;
+    int r, other, apart = local->transport->are_threads && !mti_nccl_may_share();
     memset(&call, 0, sizeof call);
     call.kind = MTI_CREATE;
     call.dtype = MT_U8;
     call.count = sizeof *mine;
     call.send = mine;
     MT_TRY((local->transport->enter)(ctx, local, &call));
-    *own_gpus = 1;
+    *fit_nccl = 1;
     for (r = 0; r < local->size; r++) {
         const mti_peer *p = (const mti_peer *)mti_slot_of(local->group, r)->send;
         if (r == 0) *first = *p;
-        if (p->device != (int)MT_DEVICE_CUDA) *own_gpus = 0;
-        for (other = 0; other < r && local->transport->are_threads; other++)
-            if (((const mti_peer *)mti_slot_of(local->group, other)->send)->ordinal == p->ordinal) *own_gpus = 0;
+        if (p->device != (int)MT_DEVICE_CUDA) *fit_nccl = 0;
+        for (other = 0; other < r && apart; other++)
+            if (((const mti_peer *)mti_slot_of(local->group, other)->send)->ordinal == p->ordinal) *fit_nccl = 0;
     }
     (local->transport->exit)(local);
     return MT_SUCCESS;
 }
 
-/* For threads, and for processes over MPI. Leaves *out NULL when NCCL is not built, or own_gpus is 0. */
+/* For threads, and for processes over MPI. Leaves *out NULL when NCCL is not built, or fit_nccl is 0. */
 static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
     mti_peer mine, first;
     mt_comm *twin = NULL;
-    int own_gpus = 0;
+    int fit_nccl = 0;
     if (!MTI_NCCL) return MT_SUCCESS;
     memset(&mine, 0, sizeof mine);
     mine.device = (int)ctx->device;
     mine.ordinal = ctx->ordinal;
     if (world->rank == 0 && ctx->device == MT_DEVICE_CUDA) mine.status = mt_nccl_unique_id(ctx, &mine.id);
-    MT_TRY(mti_gather_peers(ctx, world, &mine, &first, &own_gpus));
-    if (!own_gpus) return MT_SUCCESS;
+    MT_TRY(mti_gather_peers(ctx, world, &mine, &first, &fit_nccl));
+    if (!fit_nccl) return MT_SUCCESS;
     if (first.status != MT_SUCCESS)
         return world->rank == 0 ? first.status
                                 : mti_refuse(ctx, world, MT_ERR_PEER, "mt_comm_create_for: rank 0 has no id from NCCL");

@@ -1,8 +1,9 @@
 /* test_cuda_nccl.cu - tests communicators over NCCL against ranks that are threads on a CPU: collectives, splits,
    faults, calls that differ, registration.
      On GPUs:       nvcc -std=c++17 -O2 -arch=native -I. tests/test_cuda_nccl.cu -lcublasLt -lnccl
-                    N ranks need N GPUs: NCCL refuses two ranks on one GPU. With fewer GPUs these cases are skipped. One
-                    GPU is enough for ranks over threads that share it, and for one rank over NCCL.
+                    N ranks need N GPUs, or NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1, with which they share one.
+                    Otherwise these cases are skipped. One GPU is enough for ranks over threads that share it, and for
+                    one rank over NCCL.
      Without GPUs:  the engine in tests/engine/ runs the same file on a CPU. Only there it tests the
                     faults that the stand-in for NCCL causes. */
 
@@ -17,6 +18,7 @@ static thread_local int patch_of_rank = PATCH;
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
 
+#include "mt_gpus.h"
 #include "mt_test.h"
 
 #include <math.h>
@@ -84,11 +86,11 @@ struct job {
 
 static int is_over_nccl(const job *j) { return j->how >= FOR_DEVICE && (j->ranks > 1 || j->lone); }
 
-/* Returns 1 when each rank can have a GPU of its own, and otherwise says that something is skipped. */
+/* Returns 1 when there are GPUs for the ranks, and otherwise says that something is skipped. */
 static int has_gpus(int ranks) {
-    int gpus = mt_device_count(MT_DEVICE_CUDA);
-    if (ranks > gpus) printf("      skipped: %d ranks need %d GPUs, and there are %d\n", ranks, ranks, gpus);
-    return ranks <= gpus;
+    int gpus = mt_device_count(MT_DEVICE_CUDA), enough = test_enough_gpus(ranks, gpus);
+    if (!enough) printf("      skipped: %d ranks need %d GPUs, and there are %d\n", ranks, ranks, gpus);
+    return enough;
 }
 
 static void need_gpus(int ranks) {
@@ -113,7 +115,7 @@ static mt_status job_rank(mt_comm *world, void *user) {
     int patch = patch_of_rank;
     j->threads[mt_comm_rank(world)] = world;
     where.device = j->how == ON_CPU ? MT_DEVICE_CPU : MT_DEVICE_CUDA;
-    where.ordinal = j->how < FOR_DEVICE ? 0 : mt_comm_rank(world);
+    where.ordinal = j->how < FOR_DEVICE ? 0 : test_gpu_of(mt_comm_rank(world));
     if (!where.arena_bytes) where.arena_bytes = (size_t)1 << 20;
     status = mt_context_create(world, &where, &ctx);
     if (j->other_version == mt_comm_rank(world) + 1) patch_of_rank = OTHER_PATCH;
@@ -157,24 +159,9 @@ static void expect_calls(int before, int calls) {
 }
 
 static void make_callers(job *j) {
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    ncclResult_t state;
-    ncclUniqueId id;
-    if (j->how == FROM_CALLER) assert_int_equal(ncclCommInitAll(j->callers, j->ranks, NULL), ncclSuccess);
-    if (j->how != FROM_NONBLOCKING) return;
-    config.blocking = 0;
-    assert_int_equal(ncclGetUniqueId(&id), ncclSuccess);
-    ncclGroupStart();
-    for (int r = 0; r < j->ranks; r++) {
-        assert_int_equal(cudaSetDevice(r), cudaSuccess);
-        ncclCommInitRankConfig(&j->callers[r], j->ranks, id, r, &config);
-    }
-    assert_int_equal(ncclGroupEnd(), ncclInProgress);
-    for (int r = 0; r < j->ranks; r++) {
-        while (ncclCommGetAsyncError(j->callers[r], &state) == ncclSuccess && state == ncclInProgress) continue;
-        assert_int_equal(state, ncclSuccess);
-    }
-    assert_int_equal(cudaSetDevice(0), cudaSuccess);
+    if (j->how == FROM_CALLER && !test_may_share())
+        assert_int_equal(ncclCommInitAll(j->callers, j->ranks, NULL), ncclSuccess);
+    else if (is_callers(j->how)) test_make_callers(j->callers, j->ranks, j->how == FROM_CALLER);
 }
 
 static mt_status job_launch(job *j, int say) {
@@ -182,7 +169,7 @@ static mt_status job_launch(job *j, int say) {
     mt_context *ctx;
     mt_context_desc where;
     mt_status status;
-    int before = helper_threads();
+    int before = helper_threads(), hidden = j->how == ON_ONE_GPU && test_may_share();
     memset(&d, 0, sizeof d);
     memset(&where, 0, sizeof where);
     if (j->timeout <= 0) j->timeout = TEST_NEVER_OVER;
@@ -199,7 +186,9 @@ static mt_status job_launch(job *j, int say) {
         mt_context_destroy(ctx);
     }
     make_callers(j);
+    if (hidden) unsetenv("NCCL_MULTI_RANK_GPU_ENABLE"); /* no NCCL for threads that share a GPU */
     status = mt_launch(&d, job_rank, j);
+    if (hidden) setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
     if (j->how != FROM_NONBLOCKING) assert_int_equal(helper_threads(), before); /* NCCL starts none per call */
     for (int r = 0; is_callers(j->how) && r < j->ranks; r++)
         if (j->callers[r]) assert_int_equal(ncclCommDestroy(j->callers[r]), ncclSuccess);
@@ -707,8 +696,10 @@ static mt_status refusals(job *j, mt_context *ctx, mt_comm *comm) {
     CHECK(mt_comm_create_nccl_id(ctx, NULL, 2, 0, 0, &none) == MT_ERR_ARGUMENT);
     CHECK(mt_comm_create_nccl_id(NULL, &j->id, 2, 0, 0, &none) == MT_ERR_ARGUMENT);
     CHECK(mt_comm_create_nccl(ctx, NULL, 0, &none) == MT_ERR_ARGUMENT);
-    CHECK(mt_comm_create_nccl(ctx, j->callers[1 - mt_comm_rank(comm)], 0, &none) == MT_ERR_ARGUMENT && !none);
-    CHECK(strstr(mt_last_error(ctx), "the context on GPU"));
+    if (test_gpu_of(0) != test_gpu_of(1)) {
+        CHECK(mt_comm_create_nccl(ctx, j->callers[1 - mt_comm_rank(comm)], 0, &none) == MT_ERR_ARGUMENT && !none);
+        CHECK(strstr(mt_last_error(ctx), "the context on GPU"));
+    }
     CHECK(mt_comm_create_for(ctx, comm, &none) == MT_ERR_ARGUMENT && !none);
     CHECK(mt_nccl_unique_id(ctx, NULL) == MT_ERR_ARGUMENT);
     CHECK(mt_all_reduce(ctx, comm, p, p, 4, MT_U8, MT_SUM) == MT_ERR_DTYPE);
@@ -734,7 +725,7 @@ static mt_status outlive(job *j, mt_context *ctx, mt_comm *comm) {
     memset(&where, 0, sizeof where);
     where.device = MT_DEVICE_CUDA;
     where.arena_bytes = 1 << 16;
-    where.ordinal = mt_comm_rank(comm);
+    where.ordinal = test_gpu_of(mt_comm_rank(comm));
     MT_TRY(mt_context_create(NULL, &where, &brief));
     if (j->lone) {
         mt_nccl_id id;
@@ -1561,6 +1552,7 @@ static void test_calls_without_a_peer(void **state) {
     for (int how = FOR_DEVICE; how <= FROM_ID; how++)
         for (int what = 0; what < LONELIES; what++) {
             job j = job_make((way)how, 3, call_alone);
+            if (what == LONELY_MEMORY && test_may_share()) continue; /* a buffer, for which no rank waits */
             j.where.no_nccl_checks = 1;
             j.result = &what;
             job_run_in_time(&j);
@@ -2092,6 +2084,8 @@ static void test_registration(void **state) {
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         registration r = cases[i];
         job j = job_make(FOR_DEVICE, 4, register_all);
+        int windows = test_may_share() ? 0 : r.windows; /* none on one GPU */
+        if (r.version && test_may_share()) continue;    /* with this version, ranks do not share a GPU */
         int before = mte::nccl_counts().created;
         mte::nccl_set_version(r.version);
         r.windows = r.registered = -1;
@@ -2102,7 +2096,7 @@ static void test_registration(void **state) {
         if (r.own_allocator) j.where.allocator.free = plain_free;
         job_run(&j);
         assert_int_equal(mte::nccl_counts().created - before, cases[i].communicators);
-        assert_int_equal(r.windows, cases[i].windows);
+        assert_int_equal(r.windows, windows);
         assert_int_equal(r.registered, cases[i].registered);
     }
     mte::nccl_set_version(0);
@@ -2142,10 +2136,46 @@ static mt_status register_twice(job *j, mt_context *ctx, mt_comm *comm) {
 static void test_registered_twice(void **state) {
     job j = job_make(FOR_DEVICE, 2, register_twice);
     (void)state;
+    if (test_may_share()) skip(); /* the fault is one of windows */
     job_run(&j);
     mte::nccl_keep_windows(false);
 }
 #endif
+
+/* ---- memory of ranks that share a GPU over NCCL ------------------------------------------------------------------ */
+
+/* Rank 1 frees memory while rank 0 waits for it in a collective on the same GPU. Such memory stays with the context, and
+   becomes the next block of its size. */
+static mt_status free_beside(job *j, mt_context *ctx, mt_comm *comm) {
+    size_t before = mt_context_allocated(ctx);
+    void *first, *other, *again;
+    unsigned char bytes[64];
+    (void)j;
+    MT_TRY(mt_context_alloc(ctx, 4096, &first));
+    CHECK(cudaMemset(first, 1, 4096) == cudaSuccess);
+    MT_TRY(mt_barrier(ctx, comm));
+    if (mt_comm_rank(comm) == 1) pause_for(0.05);
+    mt_context_free(ctx, first, 4096);
+    MT_TRY(mt_barrier(ctx, comm));
+    MT_TRY(mt_context_alloc(ctx, 8192, &other));
+    MT_TRY(mt_context_alloc(ctx, 4096, &again));
+    CHECK(other != first && again == first);
+    MT_TRY(get(ctx, again, bytes, sizeof bytes));
+    for (size_t i = 0; i < sizeof bytes; i++) CHECK(bytes[i] == 0);
+    mt_context_free(ctx, again, 4096);
+    mt_context_free(ctx, other, 8192);
+    CHECK(mt_context_allocated(ctx) == before);
+    return mt_barrier(ctx, comm);
+}
+
+static void test_memory_of_ranks_that_share_a_gpu(void **state) {
+    (void)state;
+    if (!test_may_share() || mt_device_count(MT_DEVICE_CUDA) == 0) skip();
+    for (int how = FOR_DEVICE; how <= FROM_ID; how++) {
+        job j = job_make((way)how, 2, free_beside);
+        job_run(&j);
+    }
+}
 
 /* ---- what ranks were told, whose words travel in memory of the GPU ----------------------------------------------- */
 
@@ -2234,6 +2264,7 @@ int main(void) {
         cmocka_unit_test(test_context_destroyed_first),
         cmocka_unit_test(test_wait_for_peers),
         cmocka_unit_test(test_wait_for_peers_on_one_gpu),
+        cmocka_unit_test(test_memory_of_ranks_that_share_a_gpu),
         cmocka_unit_test(test_ranks_that_were_told_different_things),
         cmocka_unit_test(test_different_things_on_one_gpu),
         cmocka_unit_test(test_ranks_of_other_versions),

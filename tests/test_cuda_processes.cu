@@ -2,12 +2,14 @@
    torchrun or srun: how they connect; their results against sums computed on the host; and the messages of the other
    ranks when one is killed, stopped, stuck, fails or never starts.
      On 4 GPUs:     nvcc -std=c++17 -O2 -arch=native -I. -DMT_USE_NCCL tests/test_cuda_processes.cu -lcublasLt -lnccl
+     On 1 GPU:      the same with NCCL 2.30 or later and NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment
      Without GPUs:  the engine in tests/engine/ runs the same file on a CPU.
    The test process itself does not use a GPU: CUDA does not work after a fork. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_comm.h"
 
+#include "mt_gpus.h"
 #include "mt_test.h"
 #include "mt_test_port.h"
 
@@ -121,7 +123,7 @@ static void assert_all_succeed(job *j) {
 }
 
 #define WANT_GPUS(n)                                                                                                   \
-    if (gpus() < (n)) skip()
+    if (!test_enough_gpus(n, gpus())) skip()
 
 /* Returns the number of GPUs. A child process asks CUDA. */
 static int gpus(void) {
@@ -152,7 +154,7 @@ static mt_status open_rank(mt_comm *world, rank_state *s) {
     memset(&where, 0, sizeof where);
     where.device = MT_DEVICE_CUDA;
     where.arena_bytes = 1 << 20;
-    where.ordinal = mt_comm_local_rank(world);
+    where.ordinal = test_gpu_of(mt_comm_local_rank(world));
     MT_TRY(mt_context_create(world, &where, &s->ctx));
     MT_TRY(mt_comm_create_for(s->ctx, world, &s->all));
     CHECK(mt_comm_rank(s->all) == rank && mt_comm_size(s->all) == mt_comm_size(world));
@@ -569,7 +571,7 @@ static void test_never_comes(void **state) {
     }
 }
 
-/* Both ranks use GPU 0 of one machine. */
+/* Both ranks use GPU 0 of one machine, and NCCL was not asked to let them. */
 static void test_one_gpu_for_two(void **state) {
     job j = new_job(2, connect_only);
     char text[MAX_RANKS][200];
@@ -578,13 +580,14 @@ static void test_one_gpu_for_two(void **state) {
     take_port(&j);
     j.timeout = TEST_NEVER_OVER;
     for (int r = 0; r < 2; r++) {
-        say_torchrun(text[r], sizeof text[r], r, 2, 0, j.port, "");
+        say_torchrun(text[r], sizeof text[r], r, 2, 0, j.port, " NCCL_MULTI_RANK_GPU_ENABLE=0");
         j.environment[r] = text[r];
     }
     run_job(&j);
     for (int r = 0; r < 2; r++) {
         assert_int_equal(j.code[r], 1);
-        if (!strstr(j.said[r], "Duplicate GPU")) fail_msg("rank %d: %s", r, j.said[r]);
+        if (!strstr(j.said[r], "Duplicate GPU") && !strstr(j.said[r], "using the same GPU"))
+            fail_msg("rank %d: %s", r, j.said[r]);
     }
 }
 

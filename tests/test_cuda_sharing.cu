@@ -10,6 +10,7 @@
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
 
+#include "mt_gpus.h"
 #include "mt_test.h"
 
 #if defined(MT_CUDA_ENGINE)
@@ -44,13 +45,15 @@ struct job {
     int registered, windows;
 };
 
+static int has_gpus(int ranks) { return test_enough_gpus(ranks, mt_device_count(MT_DEVICE_CUDA)); }
+
 static job job_make(int ranks, mt_status (*body)(job *j, mt_context *ctx, mt_comm *comm)) {
     job j;
     memset(&j, 0, sizeof j);
     j.ranks = ranks;
     j.body = body;
     j.where.arena_bytes = (size_t)4 << 20;
-    if (mt_device_count(MT_DEVICE_CUDA) < ranks) skip();
+    if (!has_gpus(ranks)) skip();
     return j;
 }
 
@@ -62,7 +65,7 @@ static mt_status job_rank(mt_comm *world, void *user) {
     mt_comm *comm = NULL;
     mt_status status;
     where.device = MT_DEVICE_CUDA;
-    where.ordinal = rank;
+    where.ordinal = test_gpu_of(rank);
     MT_TRY(mt_context_create(world, &where, &ctx));
     status = j->created[rank] = mt_comm_create_for(ctx, world, &comm);
     snprintf(j->text[rank], sizeof j->text[rank], "%s", mt_last_error(ctx));
@@ -118,7 +121,7 @@ static void test_nvls_is_off_where_sums_are_in_order(void **state) {
     };
     variable nvls;
     (void)state;
-    if (mt_device_count(MT_DEVICE_CUDA) < 2) skip();
+    if (!has_gpus(2)) skip();
     nvls = variable_take(NVLS);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         job j = job_make(2, NULL);
@@ -141,7 +144,7 @@ static void test_nvls_of_the_callers_communicator(void **state) {
     static const char *const values[] = {NULL, "1", "0"};
     variable nvls;
     (void)state;
-    if (mt_device_count(MT_DEVICE_CUDA) < 2) skip();
+    if (!has_gpus(2)) skip();
     nvls = variable_take(NVLS);
     for (int i = 0; i < 3; i++) {
         ncclComm_t callers[2];
@@ -154,7 +157,7 @@ static void test_nvls_of_the_callers_communicator(void **state) {
         where.no_nccl_checks = 1;
         where.nccl.deterministic = 1;
         if (values[i]) setenv(NVLS, values[i], 1);
-        assert_int_equal(ncclCommInitAll(callers, 2, NULL), ncclSuccess);
+        test_make_callers(callers, 2, 1);
         assert_int_equal(mt_context_create(NULL, &where, &ctx), MT_SUCCESS);
         assert_int_equal(mt_comm_create_nccl(ctx, callers[0], SHORT, &comm), i < 2 ? MT_ERR_ARGUMENT : MT_SUCCESS);
         if (i < 2) assert_true(test_has_words(mt_last_error(ctx), NVLS "|where it is") && !comm);
@@ -217,6 +220,11 @@ static mt_status overlap_in(mt_context *ctx, mt_comm *comm, mt_stream stream, in
 /* The limit that a field of mt_nccl_options stands for. */
 static int limit_of(int field, int usual) { return field < 0 ? 0 : field > 0 ? field : usual; }
 
+#if defined(MT_CUDA_ENGINE)
+/* Ranks that share a GPU have at most 4 thread blocks. */
+static int blocks_of(int limit) { return test_may_share() && (limit == 0 || limit > 4) ? 4 : limit; }
+#endif
+
 static mt_status limits(job *j, mt_context *ctx, mt_comm *comm) {
     int second = limit_of(j->where.nccl.second_ctas, 16), third = limit_of(j->where.nccl.third_ctas, 8);
     mt_grid grid;
@@ -228,10 +236,10 @@ static mt_status limits(job *j, mt_context *ctx, mt_comm *comm) {
     MT_TRY(mt_cuda_zero(ctx, y, 64));
     MT_TRY(mt_grid_create(comm, &j->shape, &grid));
 #if defined(MT_CUDA_ENGINE)
-    CHECK(mte::nccl_max_ctas(comm->nccl.handle) == 0);
-    CHECK(mte::nccl_max_ctas(grid.model->nccl.handle) == 0);
-    CHECK(mte::nccl_max_ctas(grid.tp->nccl.handle) == second);
-    CHECK(mte::nccl_max_ctas(grid.dp->nccl.handle) == third);
+    CHECK(mte::nccl_max_ctas(comm->nccl.handle) == blocks_of(0));
+    CHECK(mte::nccl_max_ctas(grid.model->nccl.handle) == blocks_of(0));
+    CHECK(mte::nccl_max_ctas(grid.tp->nccl.handle) == blocks_of(second));
+    CHECK(mte::nccl_max_ctas(grid.dp->nccl.handle) == blocks_of(third));
 #endif
     CHECK(mt_comm_split_for(comm, 0, 0, (mt_stream)3, &none) == MT_ERR_ARGUMENT && !none);
     CHECK(mt_overlap_multiprocessors(NULL) == 0 && mt_overlap_multiprocessors(ctx) == 0);
@@ -527,16 +535,16 @@ static void test_frees_beside_a_communicator_that_hangs(void **state) {
     void *block[2];
     int warnings = 0;
     (void)state;
-    if (mt_device_count(MT_DEVICE_CUDA) < 2) skip();
+    if (!has_gpus(2)) skip();
     memset(&where, 0, sizeof where);
     where.device = MT_DEVICE_CUDA;
     where.arena_bytes = 1 << 20;
     where.no_nccl_checks = 1;
     where.logger.log = count_warning;
     where.logger.user = &warnings;
-    assert_int_equal(ncclCommInitAll(callers, 2, NULL), ncclSuccess);
+    test_make_callers(callers, 2, 1);
     for (int r = 0; r < 2; r++) {
-        where.ordinal = r;
+        where.ordinal = test_gpu_of(r);
         assert_int_equal(mt_context_create(NULL, &where, &ctx[r]), MT_SUCCESS);
         assert_int_equal(mt_comm_create_nccl(ctx[r], callers[r], SHORT, &comm[r]), MT_SUCCESS);
     }
@@ -546,7 +554,7 @@ static void test_frees_beside_a_communicator_that_hangs(void **state) {
         assert_int_equal(ncclGroupStart(), ncclSuccess);
         for (int r = 0; r < 2; r++) {
             void *x = ctx[r]->arena;
-            assert_int_equal(cudaSetDevice(r), cudaSuccess);
+            assert_int_equal(cudaSetDevice(test_gpu_of(r)), cudaSuccess);
             assert_int_equal(cudaMemsetAsync(x, 0, 64, ctx[r]->stream), cudaSuccess);
             assert_int_equal(ncclAllReduce(x, x, 4, ncclFloat32, ncclSum, callers[r], ctx[r]->stream), ncclSuccess);
         }

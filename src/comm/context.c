@@ -195,6 +195,7 @@ static void mti_context_close(mt_context *ctx) {
     mti_team_destroy(ctx->team);
     if (ctx->device != MT_DEVICE_META && ctx->arena && !ctx->stuck)
         (ctx->allocator.free)(ctx->allocator.user, ctx->arena, ctx->arena_bytes);
+    mti_cuda_free_parked(ctx);
 }
 
 MT_API void mt_context_destroy(mt_context *ctx) {
@@ -288,7 +289,8 @@ MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
     } else {
         void *ptr;
         if (ctx->device == MT_DEVICE_CUDA) MT_TRY(mti_cuda_enter_host(ctx));
-        ptr = (ctx->allocator.alloc)(ctx->allocator.user, size, MT_ALIGNMENT);
+        ptr = ctx->device == MT_DEVICE_CUDA ? mti_cuda_take(ctx, size)
+                                            : (ctx->allocator.alloc)(ctx->allocator.user, size, MT_ALIGNMENT);
         if (!ptr) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: no memory for %zu bytes", bytes);
         if (ctx->device == MT_DEVICE_CUDA) status = mt_cuda_zero(ctx, ptr, size);
         else memset(ptr, 0, size);
@@ -308,8 +310,8 @@ MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
     size_t size = mt_align_up(bytes ? bytes : 1);
     if (!ctx || !ptr || mti_has_no_gpu(ctx)) return;
     /* waits for kernels that use ptr: the caller's allocator may not wait */
-    if (ctx->device == MT_DEVICE_CPU || (ctx->device == MT_DEVICE_CUDA && mti_cuda_forget(ctx, ptr)))
-        (ctx->allocator.free)(ctx->allocator.user, ptr, size);
+    if (ctx->device == MT_DEVICE_CPU) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
+    else if (ctx->device == MT_DEVICE_CUDA && mti_cuda_forget(ctx, ptr)) mti_cuda_give(ctx, ptr, size);
     if (ctx->hooks) ctx->hooks->freed(ctx, ptr, size);
     mti_notify_forgotten(ctx, ptr, size, 1);
     ctx->allocated -= size;

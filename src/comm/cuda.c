@@ -88,6 +88,63 @@ static void mti_cuda_free(void *user, void *ptr, size_t bytes) {
     cudaFree(ptr);
 }
 
+/* -- memory of ranks that share a GPU -- */
+
+/* Does NCCL let several ranks use one GPU? From 2.30 on it does where the environment asks for it. */
+static int mti_nccl_may_share(void) {
+#if MTI_NCCL
+    const char *asked = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+    int version = 0;
+    return asked && atoi(asked) && ncclGetVersion(&version) == ncclSuccess && version >= NCCL_VERSION(2, 30, 0);
+#else
+    return 0;
+#endif
+}
+
+typedef struct mti_parked {
+    struct mti_parked *next;
+    void *memory;
+    size_t bytes;
+} mti_parked;
+
+/* cudaFree waits until the GPU is idle: also for a collective of another thread on this GPU, which waits for this rank.
+   So a context with communicators over NCCL then keeps what is freed, until it is destroyed. */
+static void mti_cuda_give(mt_context *ctx, void *memory, size_t bytes) {
+    int keeps = ctx->nccl && mti_nccl_may_share();
+    mti_parked *parked = keeps ? (mti_parked *)mt_host_alloc(sizeof *parked) : NULL;
+    if (!parked) {
+        (ctx->allocator.free)(ctx->allocator.user, memory, bytes);
+        return;
+    }
+    parked->memory = memory;
+    parked->bytes = bytes;
+    parked->next = ctx->parked;
+    ctx->parked = parked;
+}
+
+/* Returns memory: parked memory of the same size, or new memory. NULL: there is none */
+static void *mti_cuda_take(mt_context *ctx, size_t bytes) {
+    mti_parked **at = &ctx->parked, *parked;
+    void *memory;
+    while (*at && (*at)->bytes != bytes) at = &(*at)->next;
+    parked = *at;
+    if (!parked) return (ctx->allocator.alloc)(ctx->allocator.user, bytes, MT_ALIGNMENT);
+    memory = parked->memory;
+    *at = parked->next;
+    mt_host_free(parked);
+    return memory;
+}
+
+/* Frees the parked memory, or only forgets it when a stream may still use it. */
+static void mti_cuda_free_parked(mt_context *ctx) {
+    mti_parked *parked;
+    while ((parked = ctx->parked) != NULL) {
+        ctx->parked = parked->next;
+        if (!ctx->stuck) (ctx->allocator.free)(ctx->allocator.user, parked->memory, parked->bytes);
+        mt_host_free(parked);
+    }
+}
+
 MT_API mt_status mt_cuda_enter(mt_context *ctx) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (ctx->device == MT_DEVICE_META) return MT_PLANNED;
@@ -394,6 +451,10 @@ static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
     return (void)user, (void)bytes, (void)alignment, (void *)NULL;
 }
 static void mti_cuda_free(void *user, void *ptr, size_t bytes) { (void)user, (void)ptr, (void)bytes; }
+static void *mti_cuda_take(mt_context *ctx, size_t bytes) { return (void)ctx, (void)bytes, (void *)NULL; }
+static void mti_cuda_give(mt_context *ctx, void *memory, size_t bytes) { (void)ctx, (void)memory, (void)bytes; }
+static void mti_cuda_free_parked(mt_context *ctx) { (void)ctx; }
+static int mti_nccl_may_share(void) { return 0; }
 static int mti_cuda_count(void) { return 0; }
 static void mti_cuda_load_eagerly(void) {}
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {

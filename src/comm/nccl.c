@@ -308,6 +308,17 @@ static mt_status mti_nccl_check_order(mt_context *ctx) {
         nvls ? nvls : "not set");
 }
 
+/* -- ranks that share a GPU -- */
+
+#define MTI_NCCL_SHARED_CTAS 4 /* most thread blocks of a collective: 8 ranks with 3 of them at once take 96 */
+
+/* The most thread blocks of a collective, 0: no limit. All blocks of ranks that share a GPU must fit into it at the
+   same time, because they wait for each other. */
+static int mti_nccl_ctas(const mt_comm *comm) {
+    int most = comm->nccl.max_ctas;
+    return mti_nccl_may_share() && (!most || most > MTI_NCCL_SHARED_CTAS) ? MTI_NCCL_SHARED_CTAS : most;
+}
+
 /* -- registration -- */
 
 typedef struct mti_window {
@@ -322,20 +333,21 @@ typedef struct mti_window {
 } mti_window;
 
 /* Registers the memory of w: as a symmetric window where NCCL has them, and otherwise as a buffer. A window lets NCCL
-   add with the kernels of NVLS. NCCL also returns success, and no window, where it does not support one. */
+   add with the kernels of NVLS, and its kernels need a GPU for each rank. NCCL also returns success, and no window,
+   where it does not support one. */
 static mt_status mti_window_begin(mt_context *ctx, mti_window *w, void *memory) {
     mt_comm *comm = w->comm;
-    int version = 0, in_order = mti_nccl_is_deterministic(ctx);
+    int version = 0, as_buffer = mti_nccl_is_deterministic(ctx) || mti_nccl_may_share();
     ncclGetVersion(&version);
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
-    if (version >= NCCL_VERSION(2, 27, 0) && !in_order) {
+    if (version >= NCCL_VERSION(2, 27, 0) && !as_buffer) {
         MT_TRY(MTI_NCCL_RUN(
             ctx, comm,
             ncclCommWindowRegister(comm->nccl.handle, memory, w->bytes, &w->window, NCCL_WIN_COLL_SYMMETRIC)));
         if (w->window) return MT_SUCCESS;
     }
 #endif
-    (void)in_order; /* NCCL before 2.27 */
+    (void)as_buffer; /* NCCL before 2.27 */
     return MTI_NCCL_RUN(ctx, comm, ncclCommRegister(comm->nccl.handle, memory, w->bytes, &w->buffer));
 }
 
@@ -738,7 +750,7 @@ static mt_status mti_nccl_carve(mt_context *ctx, mt_comm *comm, int color, int r
     struct ncclComm *opener = comm->nccl.opener, *none = NULL, **handle = child ? &child->nccl.handle : &none;
     int taken = child ? color : NCCL_SPLIT_NOCOLOR;
     config.blocking = 1;
-    if (child && child->nccl.max_ctas) config.maxCTAs = child->nccl.max_ctas;
+    if (child && mti_nccl_ctas(child)) config.maxCTAs = mti_nccl_ctas(child);
     if (opener) MT_TRY(mti_nccl_poll(ctx, comm, opener, ncclCommSplit(opener, taken, rank, handle, &config)));
     else MT_TRY(MTI_NCCL_RUN(ctx, comm, ncclCommSplit(comm->nccl.handle, taken, rank, handle, &config)));
     return child ? mti_nccl_poll(ctx, child, *handle, ncclInProgress) : MT_SUCCESS;
@@ -965,43 +977,43 @@ typedef struct mti_peer {
     mt_nccl_id id;
 } mti_peer;
 
-/* Exchanges the places of all ranks. *first: the place of rank 0; *own_gpus: 1 when all contexts are on GPUs, and no
-   two threads use the same GPU. Processes are not compared, because each may number the GPUs in its own way; NCCL
-   detects a GPU that two of them use. */
+/* Exchanges the places of all ranks. *first: the place of rank 0; *fit_nccl: 1 when all contexts are on GPUs, and no
+   two threads use the same GPU, unless NCCL lets them. Processes are not compared, because each may number the GPUs in
+   its own way; NCCL detects a GPU that two of them use. */
 static mt_status mti_gather_peers(mt_context *ctx, mt_comm *local, const mti_peer *mine, mti_peer *first,
-                                  int *own_gpus) {
+                                  int *fit_nccl) {
     mti_call call;
-    int r, other;
+    int r, other, apart = local->transport->are_threads && !mti_nccl_may_share();
     memset(&call, 0, sizeof call);
     call.kind = MTI_CREATE;
     call.dtype = MT_U8;
     call.count = sizeof *mine;
     call.send = mine;
     MT_TRY((local->transport->enter)(ctx, local, &call));
-    *own_gpus = 1;
+    *fit_nccl = 1;
     for (r = 0; r < local->size; r++) {
         const mti_peer *p = (const mti_peer *)mti_slot_of(local->group, r)->send;
         if (r == 0) *first = *p;
-        if (p->device != (int)MT_DEVICE_CUDA) *own_gpus = 0;
-        for (other = 0; other < r && local->transport->are_threads; other++)
-            if (((const mti_peer *)mti_slot_of(local->group, other)->send)->ordinal == p->ordinal) *own_gpus = 0;
+        if (p->device != (int)MT_DEVICE_CUDA) *fit_nccl = 0;
+        for (other = 0; other < r && apart; other++)
+            if (((const mti_peer *)mti_slot_of(local->group, other)->send)->ordinal == p->ordinal) *fit_nccl = 0;
     }
     (local->transport->exit)(local);
     return MT_SUCCESS;
 }
 
-/* For threads, and for processes over MPI. Leaves *out NULL when NCCL is not built, or own_gpus is 0. */
+/* For threads, and for processes over MPI. Leaves *out NULL when NCCL is not built, or fit_nccl is 0. */
 static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
     mti_peer mine, first;
     mt_comm *twin = NULL;
-    int own_gpus = 0;
+    int fit_nccl = 0;
     if (!MTI_NCCL) return MT_SUCCESS;
     memset(&mine, 0, sizeof mine);
     mine.device = (int)ctx->device;
     mine.ordinal = ctx->ordinal;
     if (world->rank == 0 && ctx->device == MT_DEVICE_CUDA) mine.status = mt_nccl_unique_id(ctx, &mine.id);
-    MT_TRY(mti_gather_peers(ctx, world, &mine, &first, &own_gpus));
-    if (!own_gpus) return MT_SUCCESS;
+    MT_TRY(mti_gather_peers(ctx, world, &mine, &first, &fit_nccl));
+    if (!fit_nccl) return MT_SUCCESS;
     if (first.status != MT_SUCCESS)
         return world->rank == 0 ? first.status
                                 : mti_refuse(ctx, world, MT_ERR_PEER, "mt_comm_create_for: rank 0 has no id from NCCL");

@@ -45,9 +45,10 @@ typedef struct mt_nccl_id {
    from mt_world_from_env, mt_launch, mt_comm_create_local, mt_comm_create_mpi or mt_comm_create_transport, or was split
    from such a communicator.
    Ranks that are threads: *out is over NCCL when NCCL is built and each rank has its own GPU. Otherwise *out is a new
-   group of threads, like world.
+   group of threads, like world. With NCCL 2.30 or later and NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment, ranks that
+   share a GPU are over NCCL, too: this is for tests, see docs/gpus.md, "Several ranks on one GPU over NCCL".
    Processes over MPI, and ranks over a transport of the program: *out is over NCCL when NCCL is built and all contexts
-   are on GPUs. Each process then needs its own GPU, or NCCL fails. Otherwise *out is like world.
+   are on GPUs. Each process then needs its own GPU, or that variable, or NCCL fails. Otherwise *out is like world.
    Processes without MPI: *out is over NCCL. The ranks connect through NCCL_COMM_ID=host:port, an environment variable
    that mt_world_from_env sets when it can (see docs/many-ranks.md, "Launchers").
    Errors: MT_ERR_ARGUMENT (world is over NCCL or meta; processes without MPI: NCCL_COMM_ID is not set),

@@ -71,6 +71,7 @@ struct mt_context {
     mt_comm *nccl;              /* list of the communicators over NCCL that belong to this context */
     uint64_t nccl_calls;        /* number of calls on these communicators so far */
     struct mti_window *windows; /* list of the memory registered with these communicators */
+    struct mti_parked *parked;  /* list of freed memory that stays with the context, see mti_cuda_give */
     mt_trace trace;             /* MT_DEVICE_META */
     size_t trace_capacity;
     int trace_lost;           /* 1: there was no memory for an entry */

@@ -32,9 +32,14 @@
 //   Processes   A process that dies, or has aborted all its communicators, closes its connections: the other ranks get
 //               ncclRemoteError from ncclCommGetAsyncError. A stopped process is not noticed. A device belongs to a
 //               host; NCCL_HOSTID changes the name of the host. Only with MTE_STREAMS=eager.
+//   Sharing     Ranks on one device are refused, unless the version is 2.30 or later and NCCL_MULTI_RANK_GPU_ENABLE is
+//               not 0. Then the blocks of all ranks of a device must fit into its multiprocessors: reported are a
+//               collective whose ranks may start more of them, for 3 communicators at a time, and symmetric windows.
+//               MTE_NCCL_VERSION is the version, for example 23007; otherwise it is the header's.
 //
 // Faults. The environment sets them, or a test through the functions below. They select a rank by its device, because
-// the device is the same in all communicators:
+// the device is the same in all communicators. Where ranks may share a device, they select it by its number in the
+// communicator from which the others are split:
 //   MTE_NCCL_SILENT=device:calls         after this number of calls the rank enqueues operations that never arrive
 //   MTE_NCCL_ERROR=device:calls:result   the same, and ncclCommGetAsyncError returns the result
 #include "mesh.h"
@@ -100,6 +105,7 @@ struct ncclComm {
     uint32_t magic = kCommMagic;
     std::shared_ptr<mte::Clique> clique;
     int rank = 0, device = 0;
+    int first = 0; // its rank in the communicator from which the others are split
     bool blocking = true, finalized = false, aborted = false;
     int waiting = 0;  // calls that wait on the host for peers
     int max_ctas = 0; // of its configuration; 0: not set
@@ -376,14 +382,28 @@ void read_faults() {
     faults.error = static_cast<ncclResult_t>(result);
 }
 
+int library_version = 0;
+
+int version_now() {
+    static const char *const version = getenv("MTE_NCCL_VERSION");
+    return library_version ? library_version : version ? atoi(version) : NCCL_VERSION_CODE;
+}
+
+// May ranks share a device?
+bool may_share() {
+    const char *const asked = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+    return asked && atoi(asked) != 0 && version_now() >= NCCL_VERSION(2, 30, 0);
+}
+
 // Returns true if this call is to be lost (see Faults).
 bool loses_call(ncclComm &comm) {
+    const int name = may_share() ? comm.first : comm.device;
     read_faults();
-    if (comm.device == faults.error_device && faults.error_after-- <= 0) {
+    if (name == faults.error_device && faults.error_after-- <= 0) {
         comm.later = faults.error;
         return true;
     }
-    return comm.device == faults.silent_device && faults.silent_after-- <= 0;
+    return name == faults.silent_device && faults.silent_after-- <= 0;
 }
 
 struct DeviceScope {
@@ -874,7 +894,6 @@ ncclResult_t check_ready(const ncclComm *comm, const char *function) {
     return comm->state == ncclInProgress ? ncclInvalidArgument : comm->state;
 }
 
-int library_version = 0;
 bool windows_stay = false;
 bool windows_refused = false;
 
@@ -893,24 +912,40 @@ void set_ready(ncclComm &comm, ncclResult_t result) {
     comm.polls = 2;
 }
 
-bool shares_device(const Clique &clique, const ncclComm &comm) {
-    for (const ncclComm *other : clique.members) {
-        if (other == &comm || other->device != comm.device || other->host != comm.host) continue;
-        refuse(ncclInvalidUsage, "Duplicate GPU detected : rank %d and rank %d both on CUDA device %x", comm.rank,
-               other->rank, static_cast<unsigned>(comm.device));
-        return true;
-    }
-    return false;
+// The number of ranks on the device of comm
+int ranks_on_device(const ncclComm &comm) {
+    const auto here = [&](const ncclComm *other) { return other->device == comm.device && other->host == comm.host; };
+    return static_cast<int>(std::count_if(comm.clique->members.begin(), comm.clique->members.end(), here));
 }
 
-// Completes the creation when every rank has joined. Ranks that share a device fail with ncclInvalidUsage, and then the
-// others with ncclRemoteError.
+bool is_refused(const ncclComm &comm) {
+    if (may_share() || ranks_on_device(comm) == 1) return false;
+    if (version_now() >= NCCL_VERSION(2, 30, 0))
+        refuse(ncclInvalidUsage, "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to "
+                                 "enable this configuration.");
+    else
+        refuse(ncclInvalidUsage, "Duplicate GPU detected : rank %d shares CUDA device %x", comm.rank,
+               static_cast<unsigned>(comm.device));
+    return true;
+}
+
+// Kernels of ranks that share a device wait for each other, so all of their blocks must be on it at the same time. A
+// communicator has at most 32 blocks, and 3 communicators may be busy at the same time.
+void check_blocks(const ncclComm &comm) {
+    const int ranks = ranks_on_device(comm), blocks = comm.max_ctas ? comm.max_ctas : 32, most = 132;
+    if (ranks > 1 && 3 * ranks * blocks > most)
+        report("NCCL: %d ranks of one device with %d blocks each in 3 communicators: it has room for %d", ranks, blocks,
+               most);
+}
+
+// Completes the creation when every rank has joined. Ranks that share a device and may not fail with ncclInvalidUsage,
+// and then the others with ncclRemoteError.
 void settle(Clique &clique) {
-    const auto shared = [&](const ncclComm *comm) { return shares_device(clique, *comm); };
-    const bool good = std::none_of(clique.members.begin(), clique.members.end(), shared);
+    const auto refused = [](const ncclComm *comm) { return is_refused(*comm); };
+    const bool good = std::none_of(clique.members.begin(), clique.members.end(), refused);
     for (ncclComm *comm : clique.members) {
         if (good) set_ready(*comm, ncclSuccess);
-        else set_ready(*comm, shared(comm) ? ncclInvalidUsage : ncclRemoteError);
+        else set_ready(*comm, refused(comm) ? ncclInvalidUsage : ncclRemoteError);
     }
     clique.settled = true;
     notify();
@@ -956,7 +991,7 @@ ncclResult_t enter_lobby(ncclComm &comm, int ranks, const ncclUniqueId &id, int 
         return refuse(ncclInvalidUsage, "rank %d is taken", rank);
     }
     clique.members[static_cast<size_t>(rank)] = &comm;
-    comm.rank = rank;
+    comm.rank = comm.first = rank;
     comm.clique = entry->second;
     if (complete(clique) && !clique.broken) settle(clique);
     return ncclSuccess;
@@ -1156,7 +1191,7 @@ ncclResult_t enter_mesh(ncclComm &comm, int ranks, const std::string &place, int
     if (!eager) report("NCCL: ranks in several processes need MTE_STREAMS=eager");
     if (host) snprintf(self.host, sizeof self.host, "%s", host);
     else gethostname(self.host, sizeof self.host - 1);
-    comm.rank = rank;
+    comm.rank = comm.first = rank;
     comm.host = self.host;
     Mesh::Hooks hooks;
     hooks.ready = [&comm](const std::vector<Introduction> &all) { form_root(comm, all); };
@@ -1374,6 +1409,7 @@ ncclResult_t check_and_add(ncclComm *comm, const Call &call) {
     Guard guard;
     ncclResult_t result = check_ready(comm, kind_names[call.kind]);
     if (result == ncclSuccess) result = check_call(*comm, call);
+    if (result == ncclSuccess) check_blocks(*comm);
     // The library drops a collective of 0 elements without telling the other ranks.
     if (result == ncclSuccess && (call.count > 0 || call.pairwise())) group.calls.push_back({comm, call});
     return note(result);
@@ -1520,6 +1556,7 @@ ncclResult_t init_rank(ncclComm_t *out, int ranks, const ncclUniqueId &id, int r
     {
         Guard guard;
         comm = new_comm(is_blocking(config, true));
+        if (config && config->maxCTAs != NCCL_CONFIG_UNDEF_INT) comm->max_ctas = config->maxCTAs;
         const bool between = strncmp(id.internal, id_of_environment.c_str(), id_of_environment.size()) == 0;
         if (between) result = enter_mesh(*comm, ranks, id.internal + id_of_environment.size(), rank);
         else result = enter_lobby(*comm, ranks, id, rank);
@@ -1539,7 +1576,8 @@ ncclResult_t check_devices(int count, const int *devices) {
     for (int i = 0; i < count; i++) {
         const int device = devices ? devices[i] : i;
         if (device < 0 || device >= available) return refuse(ncclInvalidArgument, "Invalid device %d", device);
-        if (!seen.insert(device).second) return refuse(ncclInvalidUsage, "Device %d used multiple times", device);
+        if (!seen.insert(device).second && !may_share())
+            return refuse(ncclInvalidUsage, "Device %d used multiple times", device);
     }
     return ncclSuccess;
 }
@@ -1675,7 +1713,7 @@ extern "C" {
 ncclResult_t ncclGetVersion(int *version) {
     if (!version) return refuse(ncclInvalidArgument, "GetVersion : version argument is NULL");
     Guard guard;
-    *version = library_version ? library_version : NCCL_VERSION_CODE;
+    *version = version_now();
     return ncclSuccess;
 }
 
@@ -1747,6 +1785,7 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *out,
         DeviceScope scope(comm->device);
         if (color != NCCL_SPLIT_NOCOLOR) child = new_comm(is_blocking(config, comm->blocking));
         if (child && config && config->maxCTAs != NCCL_CONFIG_UNDEF_INT) child->max_ctas = config->maxCTAs;
+        if (child) child->first = comm->first;
         if (child && creation_allocates) child->creating = comm->rank > 0 ? 100 : 1;
         *out = nullptr;
         if (!comm->blocking && child) comm->handles.push_back([out, child] { *out = child; });
@@ -1918,6 +1957,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t bytes,
             result = refuse(ncclInvalidArgument, "window: memory not from ncclMemAlloc");
         if (result != ncclSuccess) return note(result);
         if (windows_refused) return *window = nullptr, ncclSuccess;
+        if (ranks_on_device(*comm) > 1) report("ncclCommWindowRegister: ranks share a device");
         ncclWindow_vidmem *const made = new ncclWindow_vidmem{static_cast<const char *>(buffer), bytes, flags};
         check_one_communicator(*comm, *made);
         comm->windows.insert(made);
