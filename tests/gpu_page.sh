@@ -5,8 +5,9 @@
 #
 # STATE has a folder for each stage. In it the file items names what the stage runs, one a line. Each NAME that has run
 # has NAME.result with a line "VERDICT|SECONDS|DETAIL" and NAME.log; an item of the benchmark has its rows in NAME.csv.
-# NAME.gpu has the state of the GPU before and after it. test/PROGRAM/ has the same files of the cases that ran alone,
-# and test/PROGRAM.names the names of all cases. STAGE/asked says why what was asked for has not run.
+# NAME.gpu has the state of the GPU before and after it. test/PROGRAM/ and nccl/PROGRAM/ have the same files of the
+# cases that ran alone, and PROGRAM.names beside it the names of all cases. STAGE/asked says why what was asked for has
+# not run.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 LC_ALL=C
@@ -32,13 +33,13 @@ errors_of() {
 
 # ---- verdicts --------------------------------------------------------------------------------------------------------
 
-# cases_of PROGRAM: adds the cases that ran alone, and returns in said how they ended
+# cases_of STAGE PROGRAM: adds the cases that ran alone, and returns in said how they ended
 cases_of() {
     bad=0 good=0 unrun=0 alone=0
     : >"$work/bad"
     while read -r name; do
-        grep -q "^\[ *\(OK\|SKIPPED\) \] $name\( .*\)\{0,1\}$" "$state/test/$1.log" && continue
-        one=$(result "test/$1/$name")
+        grep -q "^\[ *\(OK\|SKIPPED\) \] $name\( .*\)\{0,1\}$" "$state/$1/$2.log" && continue
+        one=$(result "$1/$2/$name")
         case $one in
         '') unrun=$((unrun + 1)) ;;
         passed* | skipped*) good=$((good + 1)) ;;
@@ -46,31 +47,31 @@ cases_of() {
         esac
         took=${one#*|}
         alone=$((alone + ${took%%|*} + 0))
-    done <"$state/test/$1.names"
+    done <"$state/$1/$2.names"
 }
 
 # Seconds that the program needed for the cases that it completed.
-printed() { awk '/^\[.* s\)$/ { sub(/^.*\(/, ""); sum += $1 } END { print int(sum) }' "$state/test/$1.log"; }
+printed() { awk '/^\[.* s\)$/ { sub(/^.*\(/, ""); sum += $1 } END { print int(sum) }' "$state/$1/$2.log"; }
 
-# The verdict of a program from its run as a whole and from its cases alone. A program that was killed although all of
-# its cases pass alone passes when the cases together need as long as the time limit.
+# judge_test STAGE PROGRAM: the verdict of a program from its run as a whole and from its cases alone. A program that
+# was killed although all of its cases pass alone passes when the cases together need as long as the time limit.
 judge_test() {
-    whole=$(result "test/$1") verdict=$(first "$whole") said=$(detail "$whole")
+    whole=$(result "$1/$2") verdict=$(first "$whole") said=$(detail "$whole")
     : >"$work/bad"
     case $verdict in passed | skipped | '') return ;; esac
-    [ -s "$state/test/$1.names" ] || return
-    cases_of "$1"
+    [ -s "$state/$1/$2.names" ] || return
+    cases_of "$1" "$2"
     if [ $bad -gt 0 ]; then
         said="$said; cases that fail alone: $bad"
     elif [ $unrun -gt 0 ]; then
         :
-    elif [ "$verdict" = hung ] && [ $(($(printed "$1") + alone)) -ge "$(echo "$said" | tr -cd 0-9)" ]; then
+    elif [ "$verdict" = hung ] && [ $(($(printed "$1" "$2") + alone)) -ge "$(echo "$said" | tr -cd 0-9)" ]; then
         verdict=passed said="case by case: as a whole it takes longer than the limit"
         return
     else
         said="$said; alone, all cases pass"
     fi
-    [ $unrun -eq 0 ] || said="$said; $unrun cases have not run alone: $(cat "$state/test/asked")"
+    [ $unrun -eq 0 ] || said="$said; $unrun cases have not run alone: $(cat "$state/$1/asked")"
 }
 
 count() {
@@ -87,21 +88,22 @@ add_failure() {
     errors_of "$3"
 } >>"$work/failures"
 
+# add_test STAGE PROGRAM
 add_test() {
-    judge_test "$1"
-    ok=$(grep -c '^\[       OK \]' "$state/test/$1.log" 2>/dev/null)
+    judge_test "$1" "$2"
+    ok=$(grep -c '^\[       OK \]' "$state/$1/$2.log" 2>/dev/null)
     : "${ok:=0}"
     [ "$verdict" != passed ] || [ -n "$said" ] || said="$ok cases"
     case $verdict in
     failed | hung | crashed)
         if [ -s "$work/bad" ]; then
-            echo "- test $1: $verdict, $said" >>"$work/failures"
+            echo "- $1 $2: $verdict, $said" >>"$work/failures"
             while read -r name; do
-                one=$(result "test/$1/$name")
-                add_failure "$1, $name: $(first "$one")" "$(detail "$one")" "$state/test/$1/$name.log"
+                one=$(result "$1/$2/$name")
+                add_failure "$2, $name: $(first "$one")" "$(detail "$one")" "$state/$1/$2/$name.log"
             done <"$work/bad"
         else
-            add_failure "test $1" "$verdict, $said" "$state/test/$1.log"
+            add_failure "$1 $2" "$verdict, $said" "$state/$1/$2.log"
         fi
         ;;
     esac
@@ -120,13 +122,12 @@ stage_table() {
         seconds=${all#*|} seconds=${seconds%%|*}
         [ "$item" != list ] || [ "$verdict" != passed ] || continue # a list is no result
         [ -n "$verdict$asked" ] || continue
-        if [ "$1" = test ]; then
-            add_test "$item"
-        else
-            case $verdict in failed | hung | crashed)
-                add_failure "$1 $item" "$verdict, $said" "$state/$1/$item.log" ;;
-            esac
-        fi
+        case $1:$item:$verdict in
+        nccl:version:passed) said=$(tail -n 1 "$state/nccl/version.log") ;;
+        nccl:version:failed) add_failure "$1 $item" "$verdict, $said" "$state/$1/$item.log" ;;
+        test:* | nccl:*) add_test "$1" "$item" ;;
+        *:failed | *:hung | *:crashed) add_failure "$1 $item" "$verdict, $said" "$state/$1/$item.log" ;;
+        esac
         if [ -z "$verdict" ]; then
             said="not run: $asked"
             echo "- $1 $item: $said" >>"$work/not_run"
@@ -171,6 +172,39 @@ END
     kernel_table
     cat /dev/null "$state"/bench/*.log "$state"/rest/*.log "$state"/*peers/*.log 2>/dev/null |
         sed -n 's/^# \(.*: not measured: .*\)/Not measured: \1/p'
+}
+
+# The times of attention beside those with the other order of blocks.
+orders() {
+    rows bench | grep '^attention,' >"$work/usual"
+    rows order >"$work/other"
+    [ -s "$work/other" ] && [ -s "$work/usual" ] || return 0
+    printf '\n## Order of the blocks of attention\n\nHead by head, over sections of heads, the library'"'"'s order.\n\n'
+    echo "| name | us | head by head, us | ratio |"
+    echo "|---|---|---|---|"
+    sed 's/"\([^"]*\)"/\n\1\n/' "$work/usual" "$work/other" | awk '
+        NR % 3 == 2 { name = $0 }
+        NR % 3 == 0 {
+            split($0, field, ","); us = field[6]
+            if (name in usual && usual[name] > 0)
+                printf "| %s | %.1f | %.1f | %.2f |\n", name, usual[name], us, us / usual[name]
+            else usual[name] = us
+        }'
+}
+
+# What ncu says of each kernel, in short.
+profiles() {
+    grep -q 'Compute (SM) Throughput' "$state/profile/attention.log" 2>/dev/null || return 0
+    printf '\n## Under ncu\n\n'
+    echo "| kernel | time | of compute | of memory | registers | occupancy |"
+    echo "|---|---|---|---|---|---|"
+    awk 'function end() { if (kernel != "") printf "| %s | %s | %s %% | %s %% | %s | %s %% |\n", kernel, us, sm, memory,
+             registers, occupancy; kernel = us = sm = memory = registers = occupancy = "" }
+        /^  [A-Za-z_].*\(.*Context/ { end(); kernel = $0; sub(/^ */, "", kernel); sub(/\(.*/, "", kernel) }
+        /^ *Duration / { us = $NF " " $(NF - 1) }
+        /Compute \(SM\) Throughput/ { sm = $NF } /^ *Memory Throughput +%/ { memory = $NF }
+        /Registers Per Thread/ { registers = $NF } /Achieved Occupancy/ { occupancy = $NF }
+        END { end() }' "$state/profile/attention.log"
 }
 
 # The range of each reading of the GPU during benchmarks, and the items during which something slowed it down.
@@ -235,9 +269,12 @@ passed=0 failed=0 skipped=0
 {
     stage_table build Builds
     stage_table test Tests
+    stage_table nccl "Several ranks on this GPU, over NCCL"
     stage_table sanitize compute-sanitizer
     stage_table limits "Limits of the GPU"
     stage_table bench "Items of the benchmark"
+    stage_table order "Attention in another order of blocks"
+    stage_table profile "Attention under ncu"
     stage_table peers "PyTorch on the same GPU"
     stage_table rest "Other items of the benchmark"
     stage_table rest-peers "Other items in PyTorch"
@@ -254,6 +291,8 @@ passed=0 failed=0 skipped=0
     if [ -s "$work/failures" ]; then cat "$work/failures"; else echo "None."; fi
     cat "$work/tables"
     kernels
+    orders
+    profiles
     printf '\n## Not run\n\n'
     if [ -s "$work/not_run" ]; then cat "$work/not_run"; else echo "Nothing."; fi
     echo

@@ -21,8 +21,9 @@ trap '[ -z "$begun" ] || kill $begun 2>/dev/null; exit 1' HUP INT TERM
 # ---- stand-ins -------------------------------------------------------------------------------------------------------
 
 # A test program of four cases. STANDIN_HANGS, STANDIN_CRASHES, STANDIN_FAILS and STANDIN_SLOW name the program, or
-# "all", with which this is wrong. It adds its name to the file $STANDIN_RUNS. When it hangs, it has a child that
-# ignores SIGTERM, adds the child's id to the file $STANDIN_CHILD, and says so in the file $STANDIN_HANGING.
+# "all", with which this is wrong; STANDIN_SHARES_NOT one that leaves out ranks for which there are no GPUs. It adds its
+# name to the file $STANDIN_RUNS. When it hangs, it has a child that ignores SIGTERM, adds the child's id to the file
+# $STANDIN_CHILD, and says so in the file $STANDIN_HANGING.
 make_program() {
     cat >"$work/program.c" <<'END'
 #include "mt_harness.h"
@@ -42,6 +43,7 @@ static void add(const char *to, const char *format, const char *text, int number
 static void test_short(void **state) {
     (void)state;
     if (is("STANDIN_SLOW")) usleep(900000);
+    if (is("STANDIN_SHARES_NOT")) printf("      skipped: 2 ranks need 2 GPUs, and there are 1\n");
 }
 static void test_two(void **state) {
     (void)state;
@@ -73,9 +75,10 @@ END
 }
 
 # nvcc copies $STANDIN_PROGRAMS/NAME or the test program, and links -lNAME when one of its folders has libNAME.so. It
-# does not build $STANDIN_BROKEN, and hangs at $STANDIN_STUCK. timeout has no clock, so that no program is too slow: it
-# ends a program as soon as that says that it hangs. With STANDIN_CLOCK=yes it is the machine's. It waits for ever for
-# $STANDIN_IMMORTAL, a program that no signal ends, and adds its id to the file $STANDIN_CHILD.
+# does not build $STANDIN_BROKEN, and hangs at $STANDIN_STUCK. Programs load the NCCL $STANDIN_NCCL. timeout has no
+# clock, so that no program is too slow: it ends a program as soon as that says that it hangs. With STANDIN_CLOCK=yes it
+# is the machine's. It waits for ever for $STANDIN_IMMORTAL, a program that no signal ends, and adds its id to the file
+# $STANDIN_CHILD.
 make_tools() {
     mkdir "$work/bin" "$work/libs" "$work/programs"
     cat >"$work/bin/nvcc" <<'END'
@@ -84,10 +87,11 @@ here=$(dirname "$(dirname "$0")") out='' folders='' libraries=''
 while [ $# -gt 0 ]; do
     case $1 in
     --help) exit 0 ;;
+    --dryrun) exit 0 ;;
     --version) echo "Cuda compilation tools, release ${STANDIN_VERSION:-13.0}, V13.0.48"; exit 0 ;;
     -o) out=$2; shift ;;
     -L*) folders="$folders ${1#-L}" ;;
-    -lineinfo) ;;
+    -lineinfo | -ldl) ;;
     -l*) libraries="$libraries ${1#-l}" ;;
     esac
     shift
@@ -109,7 +113,7 @@ END
     cat >"$work/programs/bench_cuda" <<'END'
 #!/bin/sh
 case $* in
---list) printf 'limits\nmemory\nadd\ngemm\n'; exit ;;
+--list) printf 'limits\nmemory\nadd\nattention\ngemm\n'; exit ;;
 *"--only ${STANDIN_CRASHES_IN:-none}") kill -SEGV $$ ;;
 *"--only ${STANDIN_HANGS_IN:-none}") echo hangs >"$STANDIN_HANGING"; sleep 3600 ;;
 esac
@@ -119,10 +123,36 @@ case $* in
 *memory)
     echo 'memory,"norm, forward",1500,1490,1510,GB/s,200,0.5,"copy"'
     echo 'memory,"bias, of 1024",2400,2390,2410,GB/s,80,0.8,"copy"' ;;
+*attention) echo 'attention,"causal, forward",330,320,340,TFLOP/s,100,0.45,"large GEMM"' ;;
 *gemm) echo 'gemm,"h 64, s 16",1,1,1,TFLOP/s,2,0.97,"large GEMM"' ;;
 *"--quick --only add") echo 'add,"quick add",2400,2390,2410,GB/s,80,0.8,"copy"' ;;
 *add) echo 'add,"add",2400,2390,2410,GB/s,80,0.8,"copy"' ;;
 esac
+END
+    cat >"$work/programs/bench_cuda_order" <<'END'
+#!/bin/sh
+[ "$*" = "--csv --only attention" ] && echo 'attention,"causal, forward",300,290,310,TFLOP/s,110,0.4,"large GEMM"'
+END
+    cat >"$work/programs/nccl_version" <<'END'
+#!/bin/sh
+case $LD_LIBRARY_PATH in */gpu/nccl:*) ;; *) echo "the NCCL that has travelled does not come first"; exit 1 ;; esac
+version=${STANDIN_NCCL:-23007}
+echo "NCCL $version from ${LD_LIBRARY_PATH%%:*}"
+[ "${1:-$version}" = "$version" ] || { echo "not the version that was brought along, $1"; exit 1; }
+[ "$version" -ge 23000 ] || { echo "ranks share a GPU from NCCL 2.30 on"; exit 77; }
+END
+    cat >"$work/bin/ncu" <<'END'
+#!/bin/sh
+case "$*" in *"--clock-control none "*"bench_cuda --quick --arena 8 --only repeat") ;; *) exit 1 ;; esac
+[ "${STANDIN_COUNTERS:-yes}" = yes ] || { echo "==ERROR== Failed to initialize: LibraryNotLoaded"; exit 1; }
+cat <<'ROWS'
+  mti_flash_forward_kernel<128>(mti_flash) (16, 16, 8)x(128, 1, 1), Context 1, Stream 7, Device 0, CC 9.0
+    Duration                         us       310.50
+    Memory Throughput                 %        21.30
+    Compute (SM) Throughput           %        61.20
+    Registers Per Thread register/thread         255
+    Achieved Occupancy                %        12.10
+ROWS
 END
     cat >"$work/bin/nvidia-smi" <<'END'
 #!/bin/sh
@@ -229,22 +259,26 @@ page_has() {
 # ---- rehearsals ------------------------------------------------------------------------------------------------------
 
 all_is_well() {
-    gpu_sh well -- --seconds 3000 && ends 0 "41 passed, 0 failed, 0 skipped" || return 1
+    gpu_sh well -- --seconds 3000 && ends 0 "55 passed, 0 failed, 0 skipped" || return 1
     page_has '^- GPU: NVIDIA of a stand-in' "^- nccl 2: $work/libs/libnccl.so.2" '^- peer: PyTorch of a stand-in' \
         '^| test_cuda_gemm | passed | .* 4 cases' 'SM clock 1980 to 1980 MHz' \
         '^| memory | norm, forward | 200.0 | 1500 GB/s | 3000 GB/s | 0.50 | .* | torch.compile 150.0 | 0.75 |$' &&
-        [ "$(grep -c , "$folder/gpu/out/results.csv")" = 7 ] && runs_in_order &&
+        page_has '^| version | passed | .* NCCL 23007 from ' '^| test_cuda_gpt_nccl | passed | .* 4 cases' \
+            '^| causal, forward | 100.0 | 110.0 | 1.10 |$' \
+            '^| mti_flash_forward_kernel<128> | 310.50 us | 61.20 % | 21.30 % | 255 | 12.10 % |$' &&
+        [ "$(grep -c , "$folder/gpu/out/results.csv")" = 8 ] && runs_in_order &&
+        grep '^add,"add"' "$folder/gpu/out/as_it_came.txt" &&
         tar -tzf "$folder/gpu/out/logs.tar.gz" | grep 'logs/test/test_cuda.log' &&
         [ "$(readlink "$folder/gpu/libs/lib/libnccl.so")" = "$work/libs/libnccl.so.2" ]
 }
 
 # The additions are the first item of the benchmark. The rest follows PyTorch.
 runs_in_order() {
-    sed -n 's/^  passed  \([a-z-]*\)  *\([a-z_]*\), .*/\1 \2/p' "$said" | grep -v '^build\|^test\|^sanitize' |
+    sed -n 's/^  passed  \([a-z-]*\)  *\([a-z_]*\), .*/\1 \2/p' "$said" | grep -v '^build\|^test\|^nccl\|^sanitize' |
         tr '\n' ' ' >"$work/order"
     cat "$work/order"
-    [ "$(cat "$work/order")" = "limits limits bench list bench add peers list rest memory rest gemm \
-rest-peers memory " ]
+    [ "$(cat "$work/order")" = "limits limits bench list bench attention bench add order attention profile attention \
+peers list rest memory rest gemm rest-peers memory " ]
 }
 
 # One call too many runs nothing. --again forgets what the stage has found. --quick reaches the benchmark.
@@ -254,7 +288,7 @@ all_is_done() {
     gpu_sh well STANDIN_CRASHES_IN=add STANDIN_PYTORCH=no -- --seconds 3000
     ! grep '^  [a-z]*  *[a-z-]*  *[a-z_]*, ' "$said" || return 1
     sed 1,4d "$work/before" >"$work/old" && sed 1,4d "$page" | diff "$work/old" - || return 1
-    gpu_sh well STANDIN_CRASHES_IN=gemm -- --again --quick bench && ends 0 "41 passed, 0 failed, 0 skipped" &&
+    gpu_sh well STANDIN_CRASHES_IN=gemm -- --again --quick bench && ends 0 "55 passed, 0 failed, 0 skipped" &&
         page_has '^| add | quick add'
 }
 
@@ -262,7 +296,7 @@ much_is_wrong() {
     gpu_sh wrong STANDIN_HANGS=test_cuda_gemm STANDIN_CRASHES=test_cuda_flash STANDIN_FAILS=test_cuda_plain \
         STANDIN_BROKEN=test_cuda_gpt STANDIN_CRASHES_IN=gemm STANDIN_RACES=yes STANDIN_PYTORCH=no MT_TEST_WITHOUT=nccl \
         STANDIN_CHILD="$work/children" -- --seconds 3000
-    ends 1 "26 passed, 7 failed, 8 skipped" || return 1
+    ends 1 "30 passed, 7 failed, 18 skipped" || return 1
     page_has '^| test_cuda_gemm | hung | .* killed after 20 s; cases that fail alone: 1' \
         '^- test_cuda_gemm, test_two: hung' '^| test_cuda_flash | crashed | .* signal 11 (SEGV)' \
         '^- test_cuda_flash, test_two: crashed' '^| test_cuda_plain | failed | .* cases that fail alone: 2' \
@@ -288,7 +322,7 @@ no_child_is_left() {
 # The tools of the machine are missing, the implementation does not build, and an item of the benchmark hangs.
 more_is_wrong() {
     gpu_sh more MT_TEST_WITHOUT="compute-sanitizer nvidia-smi python3" STANDIN_BROKEN=implementation.o --
-    ends 1 "14 passed, 1 failed, 24 skipped" || return 1
+    ends 1 "26 passed, 1 failed, 25 skipped" || return 1
     page_has '^- build implementation: failed' '^| test_cuda_gemm | skipped | 0 | the implementation is not built' \
         '^| test_cuda_flash | passed' 'no readings by nvidia-smi' '^| list | skipped | 0 | python3 is not here' \
         '^| memcheck.test_cuda_ptx | skipped | 0 | compute-sanitizer is not here' || return 1
@@ -305,6 +339,66 @@ built_elsewhere() {
         '^[0-9]* passed, 0 failed,'
 }
 
+# A sitting with programs and NCCL that have travelled: the parts that matter most come first, and then the rest.
+has_a_sitting() {
+    gpu_sh sitting -- --build sm_90 && ends 0 "23 passed, 0 failed, 0 skipped" || return 1
+    travels=$folder/gpu/travel
+    echo 'machine code' | xz >"$travels/libnccl.so.2.xz" && echo '23007 sm_90' >"$travels/version" || return 1
+    mkdir -p "$work/sitting2/gpu" && cp -R "$travels" "$work/sitting2/gpu/travel" || return 1
+    gpu_sh sitting2 -- --built --seconds 3000 sitting && ends 0 "55 passed, 0 failed, 0 skipped" || return 1
+    [ "$(cat "$folder/gpu/nccl/libnccl.so")" = 'machine code' ] &&
+        page_has '^- code: .*sm_90a' '^- NCCL brought along: 23007' \
+            '^| version | passed | .* NCCL 23007 from .*gpu/nccl' &&
+        sits_in_order
+}
+
+# Programs of a part run at the same time, so their order among each other is not known.
+sits_in_order() {
+    sed -n 's/^  passed  \([a-z-]*\)  *\([a-z_.]*\), .*/\1 \2/p' "$said" | grep -v '^build' | tr '\n' ' ' >"$work/order"
+    cat "$work/order"
+    for each in test_cuda test_cuda_custom_block test_cuda_nccl test_cuda_flash; do
+        sed 's/ nccl version .*//' "$work/order" | grep "test $each\( \|$\)" >/dev/null || return 1
+    done
+    ! sed 's/ nccl version .*//' "$work/order" | grep test_cuda_gemm || return 1
+    tr '\n' ' ' <"$work/order" | sed 's/.* nccl version/nccl version/; s/sanitize [a-z_.]* //g
+        s/ test test_cuda_[a-oq-z].* bench add/ others bench add/' | tee "$work/after"
+    [ "$(cat "$work/after")" = "nccl version nccl test_cuda_nccl nccl test_cuda_processes nccl test_cuda_gpt_nccl \
+nccl test_cuda_sharing nccl test_cuda_devices_nccl limits limits bench list bench attention order attention \
+test test_cuda_ptx peers list profile attention others bench add rest memory rest gemm rest-peers memory " ]
+}
+
+# With another NCCL than the one that was brought along nothing is believed, and with an old one nothing runs. A program
+# whose ranks could not share the GPU has failed.
+has_another_nccl() {
+    mkdir -p "$work/nccl1/gpu/travel" && echo '23007 sm_90' >"$work/nccl1/gpu/travel/version" || return 1
+    gpu_sh nccl1 STANDIN_NCCL=22809 -- --seconds 3000 nccl
+    [ "$code" = 1 ] && page_has '^- nccl version: failed' '^ *not the version that was brought along, 23007' \
+        '^| test_cuda_nccl | skipped | 0 | there is no NCCL with which ranks share a GPU' || return 1
+    gpu_sh nccl2 STANDIN_NCCL=22809 -- --seconds 3000 nccl
+    [ "$code" = 0 ] && page_has '^| version | skipped | .* ranks share a GPU from NCCL 2.30 on' \
+        '^| test_cuda_gpt_nccl | skipped | 0 | there is no NCCL' || return 1
+    gpu_sh nccl3 STANDIN_SHARES_NOT=test_cuda_nccl STANDIN_FAILS=test_cuda_sharing -- --seconds 3000 nccl
+    [ "$code" = 1 ] && page_has '^- nccl test_cuda_nccl: failed, the ranks could not share the GPU' \
+        '^- test_cuda_sharing, test_two: failed' '^| test_cuda_gpt_nccl | passed'
+}
+
+# The machine is taken away in the middle: what has a result is in a file, with rows, and with the log of a failure.
+is_taken_away() {
+    rm -f "$work/children"
+    (become_gpu_sh taken MT_GPU_LIMIT=600 STANDIN_CLOCK=yes STANDIN_CHILD="$work/children" \
+        STANDIN_FAILS=test_cuda_flash STANDIN_HANGS=test_cuda_gemm -- --seconds 3000 limits test) &
+    pid=$!
+    of_run taken
+    came=$folder/gpu/out/as_it_came.txt
+    wait_for test -s "$work/children" && wait_for grep -q 'test  *test_cuda_flash, ' "$came"
+    kill -KILL $pid
+    wait $pid
+    for group in "$folder/gpu/running"/[0-9]*; do kill -KILL -- "-${group##*/}" 2>/dev/null; done
+    cat "$came"
+    grep '^limits,"copy",3000' "$came" && grep '^  failed  test       test_cuda_flash, ' "$came" &&
+        grep 'row 2, column 3 is 1, not 2' "$came"
+}
+
 # A process that SIGKILL does not end costs its own result and 8 s.
 is_immortal() {
     ended immortal $immortal
@@ -316,7 +410,7 @@ is_immortal() {
 no_probe() {
     gpu_sh probe -- limits && page_has '^| limits | passed' || return 1
     gpu_sh probe STANDIN_BROKEN=probe --
-    ends 1 "3 passed, 1 failed, 36 skipped" &&
+    ends 1 "3 passed, 1 failed, 49 skipped" &&
         page_has '^- build probe: failed, a program that uses CUDA does not compile' '^ *tests/probe.cu(3): error' \
             '^| limits | passed' '^- test test_cuda: not run: a program that uses CUDA' || return 1
     mkdir "$work/silent"
@@ -333,7 +427,7 @@ time_runs_out() {
     gpu_sh late STANDIN_SLOW=all STANDIN_RUNS="$work/runs" -- --seconds 25 build test limits
     page_has '^- test test_cuda_processes: not run: out of time$' '^- bench: not asked for$' || return 1
     gpu_sh late STANDIN_SLOW=all STANDIN_RUNS="$work/runs" -- --seconds 3000 build test limits
-    ends 0 "33 passed, 0 failed, 0 skipped" || return 1
+    ends 0 "38 passed, 0 failed, 0 skipped" || return 1
     sort "$work/runs" | uniq -c | awk '$1 != 1 { print "ran again: " $0; wrong = 1 } END { exit wrong || NR != 15 }' &&
         ! grep 'not run: ' "$page" || return 1
     gpu_sh late STANDIN_CRASHES_IN=limits -- --again limits
@@ -502,6 +596,26 @@ builds() {
     ends 1 "16 passed, 1 failed, 0 skipped"
 }
 
+# Of a library with code for two architectures and PTX, only the code of the one that is asked for is left.
+slims() {
+    python3 - "$work/fat.so" <<'END' || return 1
+import struct, sys
+code = {(2, 80): b"A" * 64, (2, 90): b"B" * 72, (1, 90): b"C" * 80}
+inside = b"".join(struct.pack("<HHIQ12xI32x", kind, 0, 64, len(d), arch) + d for (kind, arch), d in code.items())
+fatbin = b"x" * 8 + struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(inside)) + inside
+names = b"\0.nv_fatbin\0.shstrtab\0"
+head = b"\x7fELF\x02\x01".ljust(40, b"\0")
+head += struct.pack("<QIHHHHHH", 64 + len(fatbin) + len(names), 0, 64, 0, 0, 64, 3, 2)
+section = lambda name, at, size: struct.pack("<IIQQQQ24x", name, 1, 0, 0, at, size)
+open(sys.argv[1], "wb").write(head + fatbin + names + section(0, 0, 0) + section(1, 64, len(fatbin)) +
+                              section(12, 64 + len(fatbin), len(names)))
+END
+    python3 tests/gpu_nccl.py --slim "$work/fat.so" "$work/slim.so" 90 &&
+        [ "$(tr -cd ABC <"$work/slim.so")" = "$(tr -cd B <"$work/fat.so")" ] &&
+        [ "$(wc -c <"$work/slim.so")" = "$(wc -c <"$work/fat.so")" ] &&
+        ! python3 tests/gpu_nccl.py --slim "$work/fat.so" "$work/none.so" 75
+}
+
 no_gpu() {
     mkdir "$work/none"
     printf '#!/bin/sh\nexit 1\n' >"$work/none/probe"
@@ -520,6 +634,9 @@ check "everything passes; NCCL is only libnccl.so.2 in a folder; PyTorch's times
 check "nothing is left to run; --again and --quick" all_is_done
 check "a hang, crashes, failures, a race; a program that does not build; no NCCL; no PyTorch" much_is_wrong
 check "programs that another machine has built" built_elsewhere
+check "a sitting, with programs and NCCL that have travelled" has_a_sitting
+check "an NCCL of another version; ranks that do not share the GPU" has_another_nccl
+check "the machine is taken away" is_taken_away
 check "no tools, no implementation; an item of the benchmark hangs" more_is_wrong
 check "no program compiles; the GPU does not answer" no_probe
 check "the time runs out, and the next command goes on" time_runs_out
@@ -536,5 +653,7 @@ check "logs above the limit" packs
 check "a library without headers, and one with them in a later folder" finds_headers
 check "--build builds all programs, with and without NCCL" builds
 check "without a GPU" no_gpu
+if have_command python3; then check "a library with the code of one architecture" slims
+else leave_out "gpu_nccl.py: python3 is not here"; fi
 closing_line
 [ "$failed" -eq 0 ]
