@@ -36,6 +36,7 @@
        MT_USE_CBLAS        GEMM through CBLAS             link with -lopenblas or another BLAS (see mt_kernels.cuh)
        MT_USE_NVTX         NVTX ranges for each block and collective, for Nsight; needs only CUDA Toolkit headers
        MT_USE_NCCL         collectives between GPUs       link with -lnccl       (2.19 or later; with nvcc only)
+       MT_USE_CUDNN        attention on GPUs by cuDNN     link with -lcudnn      (9.10 or later; see docs/gpus.md)
        MT_USE_MPI          collectives between processes  compile with mpicc     (MPI 3.0 or later)
 
    Errors. Every call that can fail returns an mt_status: MT_SUCCESS is 0, errors are negative. The context keeps a

@@ -35,7 +35,7 @@
      - Reductions run in a fixed order, so the same inputs give the same bits. Sums accumulate in fp32 or in double.
      - On MT_DEVICE_CUDA a call returns when its work is in the context's stream. mt_download, mt_hash and an mt_upload
        of more than MT_UPLOAD_BYTES (256 KiB) return when the work is done. The first GEMM of a shape may wait for the
-       stream, too: see mt_gemm_choice.
+       stream, too: see mt_gemm_choice. So may the first attention of a shape by cuDNN.
      - Any operator can return MT_ERR_ARGUMENT (a NULL pointer, a value out of range), MT_ERR_SHAPE, MT_ERR_DTYPE,
        MT_ERR_MEMORY (the arena is too small), MT_ERR_UNSUPPORTED (too large for a GPU) and MT_ERR_SYSTEM (CUDA failed).
        A call that waits for the stream can also return the errors of mt_context_synchronize. The comment above an
@@ -47,10 +47,13 @@
    the same bits for any number of threads; mt_gemm has an exception.
    Operators allocate no memory and keep no state between calls, with two exceptions. A GEMM library may allocate
    memory. A context keeps the GEMM options and, on a GPU, cuBLASLt's handle, its workspace and the algorithms chosen so
-   far. On a CPU with oneDNN it also keeps oneDNN's primitives for the last 64 shapes of 16-bit products.
+   far. On a CPU with oneDNN it also keeps oneDNN's primitives for the last 64 shapes of 16-bit products. With
+   MT_USE_CUDNN it keeps cuDNN's handle and its plans of attention for the last 64 shapes, and cuDNN may allocate
+   memory.
 
    Macros for your compiler line: MT_USE_ONEDNN or MT_USE_CBLAS chooses the GEMM library for a CPU. With neither, a
    built-in loop computes GEMMs. oneDNN may have version 2 or 3 (tested: 2.6 and 3.2).
+   MT_USE_CUDNN lets cuDNN compute the forward of attention on a GPU where it can (docs/gpus.md): link with -lcudnn.
    MT_CBLAS_HEADER names the header that declares cblas_sgemm, for instance '<mkl_cblas.h>' (default: <cblas.h>).
 
    The chapters for users come first. The chapters behind them, "for authors of ...", are for programs with operators,
@@ -153,6 +156,7 @@ extern "C" {
 #include "ops/attention_cpu.c"
 #include "ops/attention_plain.cuh"
 #include "ops/attention_flash.cuh"
+#include "ops/attention_cudnn.cuh"
 #include "ops/attention_choice.cuh"
 #include "ops/attention.c"
 #include "ops/rotary.cuh"

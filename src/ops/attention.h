@@ -126,7 +126,7 @@ typedef struct mt_attention_desc {
    use tensor cores, at the cost of the next of 64, 96, 128, 192 and 256, if nvcc compiled the program for such a GPU
    (-arch=native). They skip tiles of keys that no query of a block sees, so a window or short documents make them
    faster. Other calls use a slower kernel without tensor cores, also those with a kv_seq other than seq, or with
-   alibi_slopes or bias: see docs/gpus.md.
+   alibi_slopes or bias: see docs/gpus.md, also for MT_USE_CUDNN, with which cuDNN computes forward where it can.
    On a CPU the threads of the context share the work (mt_context_desc.threads), each with scratch memory of its own.
    The bits do not depend on their number. In forward a thread gets some blocks of 96 queries of a head, in backward
    some groups of a sequence. One thread computes the groups that add to the same elements of dbias.
@@ -139,7 +139,7 @@ typedef struct mt_attention_desc {
    Forward does not read desc->bias.grad. Backward changes only the rows of this call's heads in it. Errors:
    MT_ERR_ARGUMENT (out of forward, or dq, dk or dv, overlaps another tensor of the call; in backward also: bias.grad
    does, or the bias is missing or is a boolean mask), MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535
-   heads or sequences). */
+   heads or sequences; with cuDNN: a recorded step with more new shapes than there are plans). */
 MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
                                                   mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse);
 MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,

@@ -1,6 +1,7 @@
 /* ---- attention on a GPU: which kernels compute it ---------------------------------------------------------------- */
 
 #pragma once
+#include "attention_cudnn.cuh"
 #include "attention_flash.cuh"
 
 #if MT_HAS_CUDA
@@ -150,9 +151,10 @@ static mt_status mti_plain_run_backward(const mti_attention *a) {
     return mti_plain_launch(a, name, mti_plain_dbias_kernel, s->seq, s->bias.heads > 1 ? heads : 1, s->bias.batch, p);
 }
 
-/* The kernels of attention on a GPU. The first row that fits a call runs it, forward and backward. To add a kernel, add
+/* The kernels of attention on a GPU. The first row that fits a call runs it, forward or backward. To add a kernel, add
    a row. `capability` is the compute capability of the GPU, 90 for 9.0. `built_for` is the architecture that nvcc has
-   compiled this library's kernels for. A row for kernels of another library need not ask it. */
+   compiled this library's kernels for. A row for kernels of another library need not ask it. A row may fit forward
+   alone; another row's backward then takes its out and lse. */
 struct mti_attention_kernels {
     const char *name;
     int (*fits)(const mti_attention *a, int capability, int built_for);
@@ -163,6 +165,9 @@ struct mti_attention_kernels {
 #define MTI_FLASH_KERNELS(dim, spans)                                                                                  \
     mti_flash_fits<dim, spans>, mti_flash_run_forward<dim, spans>, mti_flash_run_backward<dim, spans>
 static const mti_attention_kernels mti_attention_table[] = {
+#if defined(MT_USE_CUDNN)
+    {"cudnn", mti_cudnn_fits, mti_cudnn_run_forward, NULL}, /* fits no backward */
+#endif
     {"flash_64", MTI_FLASH_KERNELS(64, false)},
     {"flash_96", MTI_FLASH_KERNELS(96, false)},
     {"flash_128", MTI_FLASH_KERNELS(128, false)},
@@ -198,6 +203,9 @@ static mt_status mti_cuda_attention(const mti_attention *a, int backward) {
     MT_TRY(mti_cuda_attention_check(a->ctx, &a->desc));
     if (a->desc.batch * a->desc.seq * a->desc.groups == 0) return MT_SUCCESS;
     MT_TRY(mti_built_for(a->ctx, &built_for));
+#if defined(MT_USE_CUDNN)
+    MT_TRY(mti_cudnn_prepare(a));
+#endif
     kernels = mti_attention_choose(a, mt_context_compute_capability(a->ctx), built_for);
     return backward ? kernels->backward(a) : kernels->forward(a);
 }

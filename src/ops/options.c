@@ -21,6 +21,9 @@ typedef struct mti_kernels {
        and with another GEMM library. */
     void *gemm;
     void (*gemm_destroy)(mt_context *ctx, void *gemm);
+    void *
+        attention; /* the mti_cudnn of a GPU, which attention_destroy frees; NULL before the first call that needs it */
+    void (*attention_destroy)(mt_context *ctx, void *attention);
     mti_packed *packed;               /* the packed copies of weights */
     uintptr_t packed_from, packed_to; /* all their weights are between these addresses */
     int built_for;                    /* see mti_built_for; 0 before its first call */
@@ -38,6 +41,7 @@ static void mti_kernels_destroy(mt_context *ctx, void *memory) {
         k->packed = next;
     }
     if (k->gemm) (k->gemm_destroy)(ctx, k->gemm);
+    if (k->attention) (k->attention_destroy)(ctx, k->attention);
 }
 
 /* Returns the mti_kernels of the context. Creates it on the first call. */

@@ -26,6 +26,15 @@
 #if MT_HAS_CUDA
 #include <cublasLt.h>
 #endif
+#if defined(MT_USE_CUDNN)
+#if !MT_HAS_CUDA
+#error "MT_USE_CUDNN: cuDNN works on GPUs; compile the implementation of mt_kernels.cuh with nvcc, as a .cu file"
+#endif
+#include <cudnn.h>
+#if CUDNN_VERSION < 91000
+#error "MT_USE_CUDNN needs cuDNN 9.10 or later"
+#endif
+#endif
 
 /* Compilers vectorise the loops below without -ffast-math (see MT_INDEPENDENT in mt_comm.h). */
 #if defined(__clang__)

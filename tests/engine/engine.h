@@ -2,7 +2,7 @@
 // clang++ include this file before the source (-include), so that it also precedes the library's headers:
 //
 //     g++ -x c++ -std=c++17 -isystem /usr/local/cuda/include -include tests/engine/engine.h -c file.cu
-//     link with core.cpp runtime.cpp check.cpp (and blaslt.cpp nccl.cpp where needed) -lpthread
+//     link with core.cpp runtime.cpp check.cpp (and blaslt.cpp nccl.cpp cudnn.cpp where needed) -lpthread
 //
 // Kernels are ordinary CUDA C++ with three rules: launch them with MT_LAUNCH_KERNEL, declare shared memory with
 // MT_SHARED or MT_DYN_SHARED, and use one wrapper function per PTX instruction. Not supported: cooperative groups,
