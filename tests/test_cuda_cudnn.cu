@@ -499,6 +499,7 @@ static void test_graph(void **state) {
     mt_context *old = gpu;
     mt_graph *graph = NULL;
     config c = small;
+    float *x;
     (void)state;
     gpu = context_new();
     call a = call_new(&small), b = call_new(&small);
@@ -506,6 +507,9 @@ static void test_graph(void **state) {
     OK(mt_graph_begin(gpu, NULL));
     OK(forward(gpu, &a));
     OK(mt_graph_end(gpu, &graph));
+    x = download(a.out);
+    assert_true(isnan(x[0])); /* it was only recorded */
+    free(x);
     for (int i = 0; i < MTI_CUDNN_PLANS + 1; i++) {
         c.seq = 20 + i;
         forward_of(c);
