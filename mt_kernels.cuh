@@ -205,6 +205,7 @@ MT_API mt_status mt_scale_add(mt_context *ctx, float a, mt_tensor a_factor, mt_t
 /* The products of linear layers, with the bias, the activation or the bias gradient that belongs to each.
    forward:             y [tokens, out] = x [tokens, in] weight^T + bias [1, out] (optional). weight is [out, in].
    gradients:           dweight [out, in] += dy^T x and dbias [1, out] += column sums of dy [tokens, out] (optional).
+   gradients_beta:      the same with dweight = dy^T x + beta dweight. With beta == 0, dweight is not read.
    activation_forward:  h [tokens, w] = x [tokens, in] weight^T + bias [1, w] (optional), then y [tokens, f] = act(h).
                         weight is [w, in]. w is f, or 2 f for MT_SWIGLU.
    activation_backward: dh [tokens, w] = (dy weight) * act'(h) and dbias [1, w] += column sums of dh (optional). dy
@@ -213,15 +214,17 @@ MT_API mt_status mt_scale_add(mt_context *ctx, float a, mt_tensor a_factor, mt_t
 
    By default each function calls two operators, so its results have the same bits as theirs, and it returns their
    errors. forward, activation_forward and activation_backward call mt_gemm, then mt_bias_forward, mt_activation_forward
-   and mt_activation_backward respectively. gradients calls mt_bias_backward, then mt_gemm. In 16 bits the result of
-   mt_gemm is rounded before the other operator reads it. On a GPU, mt_gemm_options.epilogue can replace the two
-   operators by one call of cuBLASLt. */
+   and mt_activation_backward respectively. The two for gradients call mt_bias_backward, then mt_gemm. In 16 bits the
+   result of mt_gemm is rounded before the other operator reads it. On a GPU, mt_gemm_options.epilogue can replace the
+   two operators by one call of cuBLASLt. */
 MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y);
 MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
                                               mt_tensor bias, mt_tensor h, mt_tensor y);
 MT_API mt_status mt_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy, mt_tensor weight,
                                                mt_tensor h, mt_tensor dh, mt_tensor dbias);
 MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight, mt_tensor dbias);
+MT_API mt_status mt_linear_gradients_beta(mt_context *ctx, mt_tensor dy, mt_tensor x, float beta, mt_tensor dweight,
+                                          mt_tensor dbias);
 
 /* ---- normalisation (src/ops/norm.h) ------------------------------------------------------------------------------ */
 
@@ -6526,9 +6529,10 @@ static mt_status mti_linear_activation_backward(mt_context *ctx, mt_activation k
     return status;
 }
 
-static mt_status mti_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight, mt_tensor dbias) {
+static mt_status mti_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, float beta, mt_tensor dweight,
+                                      mt_tensor dbias) {
     if (dbias.data) MT_TRY(mt_bias_backward(ctx, dy, dbias));
-    return mt_gemm(ctx, MT_TRANS, MT_NO_TRANS, 1.0f, dy, x, 1.0f, dweight);
+    return mt_gemm(ctx, MT_TRANS, MT_NO_TRANS, 1.0f, dy, x, beta, dweight);
 }
 
 /* ---- products with bias and activation, by cuBLASLt (src/ops/linear.cuh) ----------------------------------------- */
@@ -6694,10 +6698,10 @@ static mt_status mti_cuda_linear_activation_backward(mt_context *ctx, mt_activat
     return mti_lt_linear(ctx, &g, dbias, separate);
 }
 
-static mt_status mti_cuda_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight,
+static mt_status mti_cuda_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, float beta, mt_tensor dweight,
                                            mt_tensor dbias) {
-    mti_matmul s = mti_lt_sizes(1, 0, dy.cols, x.cols, dy.rows, 1.0f);
-    auto separate = [&](mt_tensor c, mt_tensor db) { return mti_linear_gradients(ctx, dy, x, c, db); };
+    mti_matmul s = mti_lt_sizes(1, 0, dy.cols, x.cols, dy.rows, beta);
+    auto separate = [&](mt_tensor c, mt_tensor db) { return mti_linear_gradients(ctx, dy, x, beta, c, db); };
     mti_lt_call g;
     if (!dbias.data || dweight.dtype != MT_F32 || !mti_lt_is_direct(dy, x, dweight)) return separate(dweight, dbias);
     /* B, because our first operand is the second one of cuBLASLt */
@@ -6809,14 +6813,21 @@ MT_API mt_status mt_linear_activation_backward(mt_context *ctx, mt_activation ki
                      mti_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias));
 }
 
-MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight, mt_tensor dbias) {
+MT_API mt_status mt_linear_gradients_beta(mt_context *ctx, mt_tensor dy, mt_tensor x, float beta, mt_tensor dweight,
+                                          mt_tensor dbias) {
     mt_tensor *views[] = {&dy, &x, &dweight, &dbias};
     mti_operator op;
-    MT_TRY(mti_accept(&op, ctx, &mti_linear_gradients_table, views, NULL));
+    mti_operands(&op, ctx, &mti_linear_gradients_table, views, NULL);
+    if (beta == 0.0f) op.args[2].use &= ~MT_ARG_IN;
+    MT_TRY(mti_check(&op));
     MT_TRY(mt_parts_agree(ctx, op.name, dweight, dbias));
     MT_TRY(mti_apply_rule(&op));
-    return MTI_FUSED(ctx, mti_cuda_linear_gradients(ctx, dy, x, dweight, dbias),
-                     mti_linear_gradients(ctx, dy, x, dweight, dbias));
+    return MTI_FUSED(ctx, mti_cuda_linear_gradients(ctx, dy, x, beta, dweight, dbias),
+                     mti_linear_gradients(ctx, dy, x, beta, dweight, dbias));
+}
+
+MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight, mt_tensor dbias) {
+    return mt_linear_gradients_beta(ctx, dy, x, 1.0f, dweight, dbias);
 }
 
 /* ---- LayerNorm and RMSNorm, on a GPU (src/ops/norm.cuh) ---------------------------------------------------------- */

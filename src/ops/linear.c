@@ -31,9 +31,10 @@ static mt_status mti_linear_activation_backward(mt_context *ctx, mt_activation k
     return status;
 }
 
-static mt_status mti_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight, mt_tensor dbias) {
+static mt_status mti_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, float beta, mt_tensor dweight,
+                                      mt_tensor dbias) {
     if (dbias.data) MT_TRY(mt_bias_backward(ctx, dy, dbias));
-    return mt_gemm(ctx, MT_TRANS, MT_NO_TRANS, 1.0f, dy, x, 1.0f, dweight);
+    return mt_gemm(ctx, MT_TRANS, MT_NO_TRANS, 1.0f, dy, x, beta, dweight);
 }
 
 #include "linear.cuh"
@@ -137,12 +138,19 @@ MT_API mt_status mt_linear_activation_backward(mt_context *ctx, mt_activation ki
                      mti_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias));
 }
 
-MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight, mt_tensor dbias) {
+MT_API mt_status mt_linear_gradients_beta(mt_context *ctx, mt_tensor dy, mt_tensor x, float beta, mt_tensor dweight,
+                                          mt_tensor dbias) {
     mt_tensor *views[] = {&dy, &x, &dweight, &dbias};
     mti_operator op;
-    MT_TRY(mti_accept(&op, ctx, &mti_linear_gradients_table, views, NULL));
+    mti_operands(&op, ctx, &mti_linear_gradients_table, views, NULL);
+    if (beta == 0.0f) op.args[2].use &= ~MT_ARG_IN;
+    MT_TRY(mti_check(&op));
     MT_TRY(mt_parts_agree(ctx, op.name, dweight, dbias));
     MT_TRY(mti_apply_rule(&op));
-    return MTI_FUSED(ctx, mti_cuda_linear_gradients(ctx, dy, x, dweight, dbias),
-                     mti_linear_gradients(ctx, dy, x, dweight, dbias));
+    return MTI_FUSED(ctx, mti_cuda_linear_gradients(ctx, dy, x, beta, dweight, dbias),
+                     mti_linear_gradients(ctx, dy, x, beta, dweight, dbias));
+}
+
+MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight, mt_tensor dbias) {
+    return mt_linear_gradients_beta(ctx, dy, x, 1.0f, dweight, dbias);
 }

@@ -161,10 +161,10 @@ static mt_status mti_cuda_linear_activation_backward(mt_context *ctx, mt_activat
     return mti_lt_linear(ctx, &g, dbias, separate);
 }
 
-static mt_status mti_cuda_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight,
+static mt_status mti_cuda_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, float beta, mt_tensor dweight,
                                            mt_tensor dbias) {
-    mti_matmul s = mti_lt_sizes(1, 0, dy.cols, x.cols, dy.rows, 1.0f);
-    auto separate = [&](mt_tensor c, mt_tensor db) { return mti_linear_gradients(ctx, dy, x, c, db); };
+    mti_matmul s = mti_lt_sizes(1, 0, dy.cols, x.cols, dy.rows, beta);
+    auto separate = [&](mt_tensor c, mt_tensor db) { return mti_linear_gradients(ctx, dy, x, beta, c, db); };
     mti_lt_call g;
     if (!dbias.data || dweight.dtype != MT_F32 || !mti_lt_is_direct(dy, x, dweight)) return separate(dweight, dbias);
     /* B, because our first operand is the second one of cuBLASLt */
