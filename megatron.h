@@ -1219,13 +1219,6 @@ static mt_status mti_own_types(mt_context *ctx, const char *function, const mti_
     return MT_SUCCESS;
 }
 
-/* Checks, before the backward of a block does anything, that a layer of it may add to the gradients of its weight and
-   of the bias that it adds itself. */
-static mt_status mti_layer_gradients(mt_context *ctx, const char *function, const mt_parallel_linear *layer) {
-    MT_TRY(mt_check_gradient(ctx, function, layer->weight));
-    return mt_check_gradient(ctx, function, layer->desc.skip_bias_add ? NULL : layer->bias);
-}
-
 /* Makes the two linear layers. d->ffn is set. */
 static mt_status mti_mlp_create(mt_context *ctx, const mti_origin *from, const char *name, const mt_mlp_desc *d,
                                 mt_mlp *out) {
@@ -1374,9 +1367,9 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
     MT_TRY(mt_check_sent(ctx, function, mlp->fc1.tp, mlp->desc.sequence_parallel, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "saved.fc1.x", saved->fc1.x, "dx", dx));
-    MT_TRY(mti_layer_gradients(ctx, function, &mlp->fc1));
+    MT_TRY(mt_check_linear_gradients(ctx, function, &mlp->fc1));
     MT_TRY(mt_check_gradient(ctx, function, mlp->fc1.bias)); /* it is added with the activation */
-    MT_TRY(mti_layer_gradients(ctx, function, &mlp->fc2));
+    MT_TRY(mt_check_linear_gradients(ctx, function, &mlp->fc2));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));
     mt_arena_release(ctx, mark);
@@ -2406,8 +2399,8 @@ static mt_status mti_attention_saved_check(mt_context *ctx, const char *function
 static mt_status mti_attention_gradients(mt_context *ctx, const char *function, const mt_self_attention *a) {
     const mt_column_parallel_linear *layers;
     int i, count = mti_qkv_layers(a, &layers);
-    for (i = 0; i < count; i++) MT_TRY(mti_layer_gradients(ctx, function, &layers[i]));
-    return mti_layer_gradients(ctx, function, &a->proj);
+    for (i = 0; i < count; i++) MT_TRY(mt_check_linear_gradients(ctx, function, &layers[i]));
+    return mt_check_linear_gradients(ctx, function, &a->proj);
 }
 
 MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
@@ -2865,7 +2858,7 @@ MT_API mt_status mt_cross_attention_backward(mt_context *ctx, const mt_cross_att
     if (!attention || !saved)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, attention ? "saved" : "attention");
     MT_TRY(mti_cross_backward_check(ctx, function, attention, dy, dx, dmemory, saved));
-    MT_TRY(mt_check_gradient(ctx, function, attention->proj.weight));
+    MT_TRY(mt_check_linear_gradients(ctx, function, &attention->proj));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("cross-attention backward", mti_cross_backward(ctx, attention, dy, dx, dmemory, saved));
     mt_arena_release(ctx, mark);
@@ -3299,7 +3292,7 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
     weight = layer->attention.proj.weight;
     MT_TRY(mt_check_activation(ctx, function, weight, "saved.x", saved->x, dy.rows, dy.cols));
     MT_TRY(mt_check_apart(ctx, function, "saved.x", saved->x, "dx", dx));
-    MT_TRY(mt_check_gradient(ctx, function, weight));
+    MT_TRY(mt_check_linear_gradients(ctx, function, &layer->attention.proj));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("layer backward", mti_layer_backward(ctx, layer, dy, dx, saved));
     mt_arena_release(ctx, mark);
@@ -3781,7 +3774,7 @@ static mt_status mti_model_backward_check(mt_context *ctx, const char *function,
     MT_TRY(mti_model_call_check(ctx, function, m, &saved->batch));
     MT_TRY(mti_model_boundary(ctx, function, m, &saved->batch, doutput_none, "doutput", doutput));
     MT_TRY(mti_model_boundary(ctx, function, m, &saved->batch, mti_model_is_first(m), "dinput", dinput));
-    return mt_check_gradient(ctx, function, m->layers[0].attention.proj.weight);
+    return mt_check_linear_gradients(ctx, function, &m->layers[0].attention.proj);
 }
 
 MT_API mt_status mt_language_model_backward(mt_context *ctx, const mt_language_model *model, mt_tensor doutput,

@@ -908,6 +908,13 @@ MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot); /* NULL befor
 typedef void (*mt_forget_function)(mt_context *ctx, const void *data, size_t bytes, int gone);
 MT_API void mt_context_set_forget(mt_context *ctx, mt_forget_function forget);
 
+/* Sets the function that is called before a recording begins, before it ends, and before a graph is launched. What it
+   puts into the stream comes before what follows: at the end of a recording it is recorded, too. So whoever leaves work
+   for a later call can do it before the border: the work is then not done in one launch and missing in another. A
+   status other than MT_SUCCESS is that of the call. border NULL: none. ctx NULL: does nothing. */
+typedef mt_status (*mt_graph_border)(mt_context *ctx);
+MT_API void mt_context_set_graph_border(mt_context *ctx, mt_graph_border border);
+
 /* Six values of the context's desc, with the defaults filled in, two properties of its device, and whether it records
    a CUDA graph. When ctx is NULL, the values are those of a CPU context with an empty desc, and the compute capability
    is 0. */
@@ -1525,6 +1532,7 @@ struct mt_context {
     size_t meta_end;               /* MT_DEVICE_META: bytes that mt_context_alloc has given out so far */
     mti_slot_memory slots[MT_SLOT_COUNT];
     mt_forget_function forget;          /* see mt_context_set_forget; NULL: none */
+    mt_graph_border border;             /* see mt_context_set_graph_border; NULL: none */
     const struct mti_hooks *hooks;      /* of check mode; NULL: it is off */
     struct mti_checker *checker;        /* what the hooks know; NULL: no hooks */
     int checks_paused;                  /* number of open mti_checks_pause */
@@ -3574,6 +3582,10 @@ MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot) {
 
 MT_API void mt_context_set_forget(mt_context *ctx, mt_forget_function forget) {
     if (ctx) ctx->forget = forget;
+}
+
+MT_API void mt_context_set_graph_border(mt_context *ctx, mt_graph_border border) {
+    if (ctx) ctx->border = border;
 }
 
 static void mti_notify_forgotten(mt_context *ctx, const void *data, size_t bytes, int gone) {
@@ -10975,9 +10987,10 @@ static mt_status mti_graph_check(mt_context *ctx, const char *function, int reco
     return MT_SUCCESS;
 }
 
-/* Later work in the compute stream comes after all overlaps. */
-static mt_status mti_graph_wait_overlaps(mt_context *ctx) {
-    mt_status status = mt_overlap_wait_all(ctx);
+/* Calls the function of mt_context_set_graph_border. Later work in the compute stream comes after all overlaps. */
+static mt_status mti_graph_settle(mt_context *ctx) {
+    mt_status status = ctx->border ? ctx->border(ctx) : MT_SUCCESS;
+    MT_KEEP(status, mt_overlap_wait_all(ctx));
     MT_KEEP(status, mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD));
     return status;
 }
@@ -10990,7 +11003,7 @@ static mt_status mti_graph_begin(mt_context *ctx, mt_comm *comm) {
                        "mt_graph_begin: \"%s\" is not over NCCL, but the context has communicators over NCCL: pass one "
                        "of them, or NULL",
                        comm->name);
-    MT_TRY(mti_graph_wait_overlaps(ctx));
+    MT_TRY(mti_graph_settle(ctx));
     mti_graph_await_end(ctx);
     ctx->recorders = recorders;
     if (recorders) recorders->graphs++;
@@ -11020,8 +11033,8 @@ static mt_status mti_graph_is_lost(mt_context *ctx, const char *function) {
 
 static mt_status mti_graph_end(mt_context *ctx, mt_graph **out) {
     mt_graph *graph = out ? (mt_graph *)mt_host_alloc(sizeof *graph) : NULL;
-    mt_status status = MT_SUCCESS, overlaps = mti_graph_wait_overlaps(ctx);
-    int wanted = graph && overlaps == MT_SUCCESS;
+    mt_status status = MT_SUCCESS, settled = mti_graph_settle(ctx);
+    int wanted = graph && settled == MT_SUCCESS;
     if (graph) graph->comm = ctx->recorders;
     if (graph && graph->comm) graph->number = graph->comm->graphs;
     if (ctx->recorders) status = mti_graph_end_all(ctx, ctx->recorders, wanted ? &graph->run : NULL);
@@ -11030,7 +11043,7 @@ static mt_status mti_graph_end(mt_context *ctx, mt_graph **out) {
     mti_cuda_drop(ctx); /* does nothing when the capture has ended */
     mti_graph_forget(ctx);
     if (out && !graph) status = mt_fail(ctx, MT_ERR_MEMORY, "mt_graph_end: no memory for the graph");
-    MT_KEEP(status, overlaps);
+    MT_KEEP(status, settled);
     if (status != MT_SUCCESS || !graph) {
         mt_host_free(graph);
         return status;
@@ -11053,7 +11066,7 @@ static mt_status mti_graph_launch(mt_context *ctx, const mt_graph *graph) {
     mti_call call = mti_call_make(MTI_GRAPH_LAUNCH, NULL, NULL, graph->number, MT_U8);
     call.run = graph->run;
     if (graph->lost) return mti_graph_is_lost(ctx, "mt_graph_launch");
-    MT_TRY(mti_graph_wait_overlaps(ctx));
+    MT_TRY(mti_graph_settle(ctx));
     if (graph->comm) return mti_local_collective(ctx, graph->comm, &call);
     if (!graph->run) return MT_SUCCESS; /* MT_DEVICE_META */
     return mti_cuda_graph_launch(ctx, &call);

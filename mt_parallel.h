@@ -19,12 +19,13 @@
    forward is inference and keeps nothing. A forward with `saved` does not need to have a backward; see mt_arena_mark
    for a loop that decides later. Backward adds to parameter gradients and overwrites activation gradients.
 
-   A registry knows what was done with its gradients. In each step they are zeroed (mt_params_zero_grad), added to (by
-   backward; in invariant mode also mt_accumulate_gradients), summed over ranks (mt_sync_gradients), and used (by one
-   step of the optimizer). A call in another order is MT_ERR_ARGUMENT before it touches or sends data. The message names
-   a parameter and the call that is missing. Ranks that have nothing to sum do not need mt_sync_gradients. A program may
-   also write to param->grad by hand, which the registry does not see. From the first call on that is recorded in a CUDA
-   graph, nothing is refused: the step that runs before it is checked. Layers of tensors have no registry.
+   A registry knows what was done with its gradients. In each step they are zeroed (mt_params_zero_grad or
+   mt_params_zero_grad_lazy), added to (by backward; in invariant mode also mt_accumulate_gradients), summed over ranks
+   (mt_sync_gradients), and used (by one step of the optimizer). A call in another order is MT_ERR_ARGUMENT before it
+   touches or sends data. The message names a parameter and the call that is missing. Ranks that have nothing to sum do
+   not need mt_sync_gradients. A program may also write to param->grad by hand, which the registry does not see. From
+   the first call on that is recorded in a CUDA graph, nothing is refused: the step that runs before it is checked.
+   Layers of tensors have no registry.
 
    Names: A create function gets the layer's name. The parameters are then called NAME.weight and so on. The name of a
    parameter decides its random numbers (mt_params_init) and is its key in checkpoints. With name NULL a layer is called
@@ -244,11 +245,12 @@ typedef struct mt_param_desc {
 } mt_param_desc;
 
 /* A parameter on this rank. value (in the registry's type) and grad (MT_F32) are this rank's shard [local rows, local
-   cols], contiguous. They are valid after mt_params_init, or after mt_params_bind of all values; callers may read
-   and write them. When an optimizer has masters (16-bit parameters without stochastic_rounding), its next step
-   overwrites what was written to value: also write the master, with mt_optimizer_scatter and MT_MASTER. In invariant
-   mode value and grad hold the rank's virtual shards one after the other, each of them contiguous. A matrix that is
-   split by columns is then [shards * rows, local_features / shards]. */
+   cols], contiguous. They are valid after mt_params_init, or after mt_params_bind of all values; callers may read and
+   write them (grad in a step that begins with mt_params_zero_grad_lazy: after mt_param_touch_grad). When an optimizer
+   has masters (16-bit parameters without stochastic_rounding), its next step overwrites what was written to value: also
+   write the master, with mt_optimizer_scatter and MT_MASTER. In invariant mode value and grad hold the rank's virtual
+   shards one after the other, each of them contiguous. A matrix that is split by columns is then [shards * rows,
+   local_features / shards]. */
 typedef struct mt_param {
     mt_param_desc desc; /* desc.name points to name */
     char name[MT_NAME_MAX];
@@ -376,6 +378,26 @@ MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t see
    mt_params_bind without mt_params_init, calls that add to the gradients or sum them are MT_ERR_ARGUMENT.
    MT_ERR_ARGUMENT: the parameters have no memory yet. */
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params);
+
+/* Does the same, but does not write the zeros of the weights of linear layers. They count as zero, and the first
+   product of a backward that would add to such a gradient writes it instead. That saves a fill, and the read of one
+   product. All calls of the library see zeros where nothing was written: mt_sync_gradients, the norm, the optimizer,
+   mt_param_gather, the hash log. The results have the same bits, except that an element of a gradient may be -0 where
+   it would be +0. That takes a sum of products that underflows; norm and optimizer give the same bits for both.
+   In such a step, a program that reads or writes param->grad of such a weight itself (with its own code, an operator of
+   mt_kernels.cuh or a collective) first calls mt_param_touch_grad, unless a backward of the layer, mt_sync_gradients or
+   mt_grad_norm came before. So does a program that writes all gradients by hand. Otherwise it reads what the memory
+   held before, or what it has written is lost. In check mode the memory holds NaN until then. mt_check_gradient
+   includes mt_param_touch_grad. A program that cannot say who reads its gradients calls mt_params_zero_grad.
+   With CUDA graphs, the zeros that are left out are filled in before a recording, at its end, and before a launch. So
+   record the products in the graph that has this call.
+   MT_ERR_ARGUMENT: the parameters have no memory yet, or ctx is not the context of the registry. */
+MT_API mt_status mt_params_zero_grad_lazy(mt_context *ctx, mt_params *params);
+
+/* Fills the gradient of a parameter with zeros if it counts as zero and nothing has written it since
+   mt_params_zero_grad_lazy. Otherwise it does nothing. Afterwards the memory of param->grad is the gradient, which the
+   program may read, overwrite and add to. MT_ERR_ARGUMENT: param is NULL. */
+MT_API mt_status mt_param_touch_grad(mt_context *ctx, const mt_param *param);
 
 /* Packs the weights of the linear layers for inference, with mt_gemm_pack (mt_kernels.cuh): the weights that the create
    functions of linear layers and of blocks have added to the registry or taken from another layer, such as a tied head.
@@ -1298,7 +1320,10 @@ MT_API int mt_params_shards(const mt_params *params);
      mt_check_gradient    For a backward. MT_ERR_ARGUMENT: nothing may be added to the gradient of param now, because it
                           was not zeroed, is synchronised or was used already, or was declared final. Call it before you
                           add to param->grad yourself, or do anything before the backward of a layer that cannot be
-                          undone. param NULL: nothing is checked.
+                          undone. It does mt_param_touch_grad, too. param NULL: nothing is checked.
+     mt_check_linear_gradients
+                          The same for the weight of a linear layer and the bias that it adds itself, when the layer's
+                          backward adds to them: it does no mt_param_touch_grad.
      mt_check_micro_batch For the backward of a whole model, in invariant mode, before it adds to a gradient. `sequence`
                           is the batch's first_sequence. MT_ERR_ARGUMENT: the gradients have another micro-batch, for
                           which mt_accumulate_gradients was not called.
@@ -1308,6 +1333,7 @@ MT_API int mt_params_shards(const mt_params *params);
      mt_check_tokens      MT_ERR_SHAPE: in invariant mode, V does not divide `tokens`. Only training calls need it. */
 MT_API mt_status mt_check_param(mt_context *ctx, const char *function, const mt_param *param);
 MT_API mt_status mt_check_gradient(mt_context *ctx, const char *function, const mt_param *param);
+MT_API mt_status mt_check_linear_gradients(mt_context *ctx, const char *function, const mt_parallel_linear *layer);
 MT_API mt_status mt_check_micro_batch(mt_context *ctx, const char *function, const mt_param *param, int64_t sequence);
 MT_API mt_status mt_check_activation(mt_context *ctx, const char *function, const mt_param *weight, const char *name,
                                      mt_tensor t, int64_t rows, int64_t cols);
@@ -1846,7 +1872,6 @@ typedef struct mti_own_gradient {
 
 /* What mti_guarded_sum_check knows. The oldest of more than MTI_NOTED_SUMS sums is forgotten. */
 typedef struct mti_guard {
-    mt_params *registries;
     mti_own_gradient *own;
     mti_noted_sum sums[MTI_NOTED_SUMS];
     int count, oldest;
@@ -1861,6 +1886,7 @@ typedef struct mti_parallel {
     mt_hash_log *hash_log; /* NULL: off */
     int64_t backwards;     /* backwards that mt_pipeline_run has begun in this context */
     int64_t micro_batch;   /* number of the backward that mt_pipeline_run runs now; 0: none */
+    mt_params *registries; /* those whose parameters have memory */
     mti_guard guard;       /* invariant mode */
 } mti_parallel;
 
@@ -1871,6 +1897,7 @@ static mti_parallel *mti_parallel_of(const mt_context *ctx) {
 static void mti_parallel_destroy(mt_context *ctx, void *memory) {
     mti_own_gradient *own = ((mti_parallel *)memory)->guard.own;
     mt_context_set_forget(ctx, NULL);
+    mt_context_set_graph_border(ctx, NULL);
     while (own) {
         mti_own_gradient *next = own->next;
         mt_host_free(own);
@@ -2302,6 +2329,7 @@ typedef struct mti_entry {
     mt_param param;
     mti_home home;
     int is_linear; /* 1: the weight of a linear layer */
+    int unwritten; /* 1: the gradient counts as zero, but its memory was not filled (mt_params_zero_grad_lazy) */
 } mti_entry;
 
 struct mt_params {
@@ -2328,6 +2356,8 @@ struct mt_params {
     int levels;               /* levels of the tree over the micro-batches of a rank */
     int64_t micro_batches;    /* micro-batches accumulated in this step */
     mti_gradient_state state; /* of all gradients */
+    int lazy;                 /* 1: the step began with mt_params_zero_grad_lazy */
+    int unwritten;            /* number of parameters with mti_entry.unwritten */
     int recorded;             /* 1: a call that changes or reads the state was recorded in a CUDA graph */
     const mt_param *added;    /* with MTI_GRADIENTS_ADDED: the first parameter to whose gradient a layer has added */
     /* the micro-batch whose gradients are added: of mt_pipeline_run (positive) or mt_check_micro_batch (negative) */
@@ -2335,7 +2365,7 @@ struct mt_params {
     mt_multi_tensor *squares; /* the gradients, for the norm */
     mti_buffer *buffers;      /* the newest first */
     int buffer_count;
-    mt_params *next_guarded; /* see mti_parallel.guarded */
+    mt_params *next_registry; /* see mti_parallel.registries */
 };
 
 static mt_status mti_host_new(mt_context *ctx, size_t bytes, void **out) {
@@ -2511,7 +2541,7 @@ static size_t mti_grads_bytes(const mt_params *params) {
 }
 
 static void mti_params_forget(mt_context *ctx, const mt_params *params); /* below */
-static void mti_params_unguard(mt_context *ctx, const mt_params *params);
+static void mti_params_unlist(mt_context *ctx, const mt_params *params);
 
 /* Frees values, gradients, subtrees and the room, as far as they are the registry's. */
 static void mti_params_free(mt_context *ctx, mt_params *params) {
@@ -2536,7 +2566,7 @@ MT_API void mt_params_destroy(mt_params *params) {
     mti_params_unpack(params);
     while (params->buffers) mti_params_free_buffer(params);
     if (params->placed) mti_params_forget(ctx, params);
-    mti_params_unguard(ctx, params);
+    mti_params_unlist(ctx, params);
     mti_params_free(ctx, params);
     for (i = 0; i < params->count; i++) mt_host_free(params->list[i]);
     mt_host_free(params->list);
@@ -2900,17 +2930,22 @@ static void mti_params_cut(mt_params *params, int64_t *elements) {
     b->size = mt_round_up(mt_max(mt_min(size, *elements), 1), unit);
 }
 
-/* Gives every parameter its offset. Parameters whose gradients are summed over the tensor group as a whole come first,
-   in one piece. Those whose gradients are summed over the embedding group, or which have copies, follow, and then all
-   others. */
+/* Returns 0, 1 or 2: where a parameter lies. Those whose gradients are summed over the tensor group as a whole come
+   first, in one piece. Those whose gradients are summed over the embedding group, or which have copies, follow, and
+   then all others. */
+static int mti_param_third(const mt_param *p) {
+    int before = p->desc.shared_embedding || p->desc.copies > 1;
+    return p->desc.sequence_partial ? 0 : before ? 1 : 2;
+}
+
+/* Gives every parameter its offset. */
 static void mti_params_order(mt_params *params) {
     int64_t at = 0;
     int i, pass;
     for (pass = 0; pass < 3; pass++) {
         for (i = 0; i < params->count; i++) {
             const mt_param *p = params->list[i];
-            int before = p->desc.shared_embedding || p->desc.copies > 1;
-            if ((p->desc.sequence_partial ? 0 : before ? 1 : 2) != pass) continue;
+            if (mti_param_third(p) != pass) continue;
             mti_home_of(p)->offset = at;
             at += mti_param_slot(p);
         }
@@ -3096,7 +3131,7 @@ static int mti_guarded_find(const mt_context *ctx, mt_tensor t, mti_guarded *out
     const mt_params *params;
     int i;
     if (!t.data || t.rows * t.cols == 0) return 0;
-    for (params = guard->registries; params; params = params->next_guarded)
+    for (params = mti_parallel_of(ctx)->registries; params; params = params->next_registry)
         for (i = 0; i < params->count; i++) {
             const mt_param *p = params->list[i];
             const int is_grad = mti_is_in_gradient(ctx, t, p->grad);
@@ -3292,21 +3327,23 @@ static mt_status mti_guard_open(mt_context *ctx, mti_guard **out) {
     return MT_SUCCESS;
 }
 
-/* From now on refuses sums into the gradients whose bits would depend on the split. */
-static mt_status mti_params_guard(mt_context *ctx, mt_params *params) {
+/* Adds a registry, whose parameters have memory now, to those of its context. From now on invariant mode refuses sums
+   into its gradients whose bits would depend on the split. */
+static mt_status mti_params_list(mt_context *ctx, mt_params *params) {
     mti_guard *guard;
+    mti_parallel *p;
     MT_TRY(mti_guard_open(ctx, &guard));
-    if (!guard) return MT_SUCCESS;
-    params->next_guarded = guard->registries;
-    guard->registries = params;
+    MT_TRY(mti_parallel_open(ctx, &p));
+    params->next_registry = p->registries;
+    p->registries = params;
     return MT_SUCCESS;
 }
 
-static void mti_params_unguard(mt_context *ctx, const mt_params *params) {
+static void mti_params_unlist(mt_context *ctx, const mt_params *params) {
     mti_parallel *p = mti_parallel_of(ctx);
-    mt_params **link = p ? &p->guard.registries : NULL;
-    while (link && *link && *link != params) link = &(*link)->next_guarded;
-    if (link && *link) *link = params->next_guarded;
+    mt_params **link = p ? &p->registries : NULL;
+    while (link && *link && *link != params) link = &(*link)->next_registry;
+    if (link && *link) *link = params->next_registry;
 }
 
 /* The same for a gradient of the program. It replaces what was in the memory before. is_whole 1: every tensor rank has
@@ -3403,7 +3440,7 @@ static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
     if (status != MT_SUCCESS) mti_params_free(ctx, params);
     MT_TRY(status);
     params->placed = 1;
-    MT_TRY(mti_params_guard(params->ctx, params));
+    MT_TRY(mti_params_list(params->ctx, params));
     MT_TRY(mti_params_declare(ctx, params));
     MT_TRY(mt_arena_register(ctx, params->grid->tp));
     if (params->grads)
@@ -3943,17 +3980,6 @@ static mt_status mti_params_ready(mt_context *ctx, const mt_params *params, cons
     return mti_params_known(ctx, params, function);
 }
 
-static mt_status mti_gradients_zero(mt_context *ctx, const mt_params *params) {
-    int i;
-    MT_TRY(mti_memory_zero(ctx, params, MTI_IN_GRADS));
-    MT_TRY(mt_check_mean_end(ctx, "mt_params_zero_grad", 0));
-    for (i = 0; i < params->count; i++) {
-        MT_TRY(mt_declare_zero(ctx, params->list[i]->grad));
-        MT_TRY(mt_declare_zero(ctx, params->list[i]->lookup_grad));
-    }
-    return MT_SUCCESS;
-}
-
 /* ---- the state of the gradients (src/parallel/gradients.c) ------------------------------------------------------- */
 
 static void mti_gradients_set(mt_params *params, mti_gradient_state state) {
@@ -3967,6 +3993,112 @@ static int mti_gradients_known(const mt_context *ctx, mt_params *params) {
     if (mt_context_records(ctx)) params->recorded = 1;
     return !params->recorded;
 }
+
+/* -- gradients that count as zero without zeros in their memory (mt_params_zero_grad_lazy) -- */
+
+/* Returns what a product multiplies the gradient of p with before it adds to it: 0 when the memory has no zeros yet.
+   The product must write all elements, and mti_gradient_written follows it. */
+static float mti_gradient_beta(const mt_param *p) { return p->registry && mti_entry_of(p)->unwritten ? 0.0f : 1.0f; }
+
+static void mti_gradient_written(const mt_param *p) {
+    if (!p->registry || !mti_entry_of(p)->unwritten) return;
+    mti_entry_of(p)->unwritten = 0;
+    p->registry->unwritten--;
+}
+
+/* Fills the gradient of p with zeros when its memory has none yet. For check mode they were there before. */
+static mt_status mti_gradient_fill(mt_context *ctx, const mt_param *p) {
+    if (!p || !p->registry || !mti_entry_of(p)->unwritten) return MT_SUCCESS;
+    mt_check_pause(ctx);
+    MT_TRY(mt_check_resume(ctx, mt_fill(ctx, p->grad, 0.0f)));
+    mti_gradient_written(p);
+    return MT_SUCCESS;
+}
+
+/* The same for the parameters [first, end) of a registry. */
+static mt_status mti_gradients_fill(mt_context *ctx, const mt_params *params, int first, int end) {
+    int i;
+    for (i = first; params->unwritten > 0 && i < end; i++) MT_TRY(mti_gradient_fill(ctx, params->list[i]));
+    return MT_SUCCESS;
+}
+
+/* The mt_graph_border: a product must not write in a launch of a graph to which another launch has to add, and a fill
+   must not be recorded without the zeroing to which it belongs, or the zeroing without the fill. */
+static mt_status mti_gradients_border(mt_context *ctx) {
+    const mt_params *params = mti_parallel_of(ctx)->registries;
+    for (; params; params = params->next_registry) MT_TRY(mti_gradients_fill(ctx, params, 0, params->count));
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_param_touch_grad(mt_context *ctx, const mt_param *param) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!param) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_param_touch_grad: param is NULL");
+    return mti_gradient_fill(ctx, param);
+}
+
+/* Returns 1 when a lazy zeroing leaves out the gradient of p: the product of its layer writes all elements. */
+static int mti_is_left_out(const mt_params *params, const mt_param *p) {
+    return params->lazy && mti_entry_of(p)->is_linear;
+}
+
+/* Fills the elements [lo, hi) of the registry's own gradients with zeros. */
+static mt_status mti_grads_fill(mt_context *ctx, const mt_params *params, int64_t lo, int64_t hi) {
+    return mt_fill(ctx, mt_tensor_f32(params->grads + lo, 1, hi - lo), 0.0f);
+}
+
+/* Fills the registry's own gradients with zeros, except those that are left out. */
+static mt_status mti_own_grads_zero(mt_context *ctx, const mt_params *params) {
+    int64_t at = 0;
+    int i, third;
+    for (third = 0; third < 3; third++) /* in the order of their offsets */
+        for (i = 0; i < params->count; i++) {
+            const mt_param *p = params->list[i];
+            int64_t offset = mti_home_of(p)->offset;
+            if (mti_param_third(p) != third || !mti_is_left_out(params, p)) continue;
+            if (offset > at) MT_TRY(mti_grads_fill(ctx, params, at, offset));
+            at = offset + mti_param_slot(p);
+        }
+    return at < params->gradients ? mti_grads_fill(ctx, params, at, params->gradients) : MT_SUCCESS;
+}
+
+/* Fills the gradients with zeros, except those that are left out. */
+static mt_status mti_memory_zero_lazy(mt_context *ctx, const mt_params *params) {
+    int64_t at;
+    int i;
+    if (params->grads) MT_TRY(mti_own_grads_zero(ctx, params));
+    for (i = params->grads ? 0 : -1; i < params->count; i++) {
+        mt_tensor piece = mti_memory(params, MTI_IN_GRADS, i, &at);
+        if (piece.data && (i < 0 || !mti_is_left_out(params, params->list[i]))) MT_TRY(mti_zero(ctx, piece));
+    }
+    return MT_SUCCESS;
+}
+
+/* In check mode, a gradient that was left out holds NaN, so that a program that reads it without mt_param_touch_grad
+   does not find the zeros of the step before. */
+static mt_status mti_gradient_poison(mt_context *ctx, const mt_param *p) {
+    if (!mt_check_mode(ctx) || !mt_context_has_data(ctx)) return MT_SUCCESS;
+    mt_check_pause(ctx);
+    return mt_check_resume(ctx, mt_fill(ctx, p->grad, NAN));
+}
+
+/* Makes all gradients zero. params->lazy says whether some are left out. */
+static mt_status mti_gradients_zero(mt_context *ctx, mt_params *params) {
+    int i;
+    MT_TRY(params->lazy ? mti_memory_zero_lazy(ctx, params) : mti_memory_zero(ctx, params, MTI_IN_GRADS));
+    MT_TRY(mt_check_mean_end(ctx, "mt_params_zero_grad", 0));
+    params->unwritten = 0;
+    for (i = 0; i < params->count; i++) {
+        mti_entry *entry = mti_entry_of(params->list[i]);
+        entry->unwritten = mti_is_left_out(params, &entry->param);
+        params->unwritten += entry->unwritten;
+        if (entry->unwritten) MT_TRY(mti_gradient_poison(ctx, &entry->param));
+        MT_TRY(mt_declare_zero(ctx, entry->param.grad));
+        MT_TRY(mt_declare_zero(ctx, entry->param.lookup_grad));
+    }
+    return MT_SUCCESS;
+}
+
+/* -- the state of all gradients -- */
 
 /* Notes in p's registry that a layer adds to the gradient of p now. */
 static void mti_gradient_added(const mt_param *p) {
@@ -4038,7 +4170,7 @@ static int mti_sync_reason(const mt_params *params, const mt_param *p, char *tex
 
 /* Checks that the gradients are the sums over all ranks and micro-batches. A call that only reads them may also come
    after a step of the optimizer. */
-static mt_status mti_gradients_ready(mt_context *ctx, const char *function, mt_params *params, int only_reads) {
+static mt_status mti_gradients_expect(mt_context *ctx, const char *function, mt_params *params, int only_reads) {
     char why[128];
     int i;
     if (!mti_gradients_known(ctx, params)) return MT_SUCCESS;
@@ -4055,15 +4187,35 @@ static mt_status mti_gradients_ready(mt_context *ctx, const char *function, mt_p
     return MT_SUCCESS;
 }
 
-MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params) {
-    MT_TRY(mti_params_ready(ctx, params, "mt_params_zero_grad"));
+/* The same for a call that then reads the memory of the gradients. */
+static mt_status mti_gradients_ready(mt_context *ctx, const char *function, mt_params *params, int only_reads) {
+    MT_TRY(mti_gradients_expect(ctx, function, params, only_reads));
+    return mti_gradients_fill(ctx, params, 0, params->count);
+}
+
+static mt_status mti_zero_grad(mt_context *ctx, mt_params *params, int lazy) {
     MT_TRY(mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD));
     params->buckets.begun = 0;
     params->micro_batches = 0;
+    params->lazy = lazy;
     (void)mti_gradients_known(ctx, params); /* notes a recording */
     MT_TRY(mti_gradients_zero(ctx, params));
     mti_gradients_set(params, MTI_GRADIENTS_ZEROED);
     return mti_replicas_note(ctx, params, 0);
+}
+
+MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params) {
+    MT_TRY(mti_params_ready(ctx, params, "mt_params_zero_grad"));
+    return mti_zero_grad(ctx, params, 0);
+}
+
+MT_API mt_status mt_params_zero_grad_lazy(mt_context *ctx, mt_params *params) {
+    static const char *const function = "mt_params_zero_grad_lazy";
+    MT_TRY(mti_params_ready(ctx, params, function));
+    if (ctx != params->ctx)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: ctx is not the context that mt_params_create got", function);
+    mt_context_set_graph_border(ctx, mti_gradients_border);
+    return mti_zero_grad(ctx, params, 1);
 }
 
 MT_API mt_status mt_params_pack(mt_context *ctx, mt_params *params) {
@@ -4177,7 +4329,8 @@ static mt_status mti_shard_copy(mt_context *ctx, const mt_param *p, int rank, mt
     return MT_SUCCESS;
 }
 
-/* Checks a shard of p and another pointer, which the message calls host_name. */
+/* Checks a shard of p and another pointer, which the message calls host_name. Fills in the zeros of a gradient that has
+   none yet. */
 static mt_status mti_shard_check(mt_context *ctx, const char *function, const mt_param *p, mt_tensor shard,
                                  const char *host_name, const void *host) {
     if (!ctx) return MT_ERR_ARGUMENT;
@@ -4191,7 +4344,7 @@ static mt_status mti_shard_check(mt_context *ctx, const char *function, const mt
                        "%s: the shard of '%s' is [%lld, %lld], contiguous; got [%lld, %lld], ld %lld", function,
                        p->name, (long long)p->value.rows, (long long)p->value.cols, (long long)shard.rows,
                        (long long)shard.cols, (long long)mt_tensor_ld(shard));
-    return MT_SUCCESS;
+    return shard.data == p->grad.data ? mti_gradient_fill(ctx, p) : MT_SUCCESS;
 }
 
 MT_API mt_status mt_param_scatter(mt_context *ctx, const mt_param *param, const float *global, mt_tensor shard) {
@@ -4670,9 +4823,9 @@ static mt_status mti_check_params(mt_context *ctx, const char *function, const m
     return bias ? mti_pointer_check(ctx, function, bias) : MT_SUCCESS;
 }
 
-MT_API mt_status mt_check_gradient(mt_context *ctx, const char *function, const mt_param *p) {
-    const mti_parallel *options = ctx ? mti_parallel_of(ctx) : NULL;
-    if (!ctx) return MT_ERR_ARGUMENT;
+/* mt_check_gradient for a layer whose product may write the gradient: the zeros are not filled in. */
+static mt_status mti_gradient_check(mt_context *ctx, const char *function, const mt_param *p) {
+    const mti_parallel *options = mti_parallel_of(ctx);
     if (!p) return MT_SUCCESS;
     if (!p->grad.data) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the gradient of '%s' is NULL", function, p->name);
     if (!p->registry) return MT_SUCCESS;
@@ -4683,6 +4836,19 @@ MT_API mt_status mt_check_gradient(mt_context *ctx, const char *function, const 
                        "ranks may be under way; call mt_sync_gradients_begin before the last backward of a step",
                        function, p->name);
     return mti_micro_batch_check(ctx, function, p, options ? options->micro_batch : 0);
+}
+
+MT_API mt_status mt_check_gradient(mt_context *ctx, const char *function, const mt_param *p) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mti_gradient_check(ctx, function, p));
+    return mti_gradient_fill(ctx, p);
+}
+
+MT_API mt_status mt_check_linear_gradients(mt_context *ctx, const char *function, const mt_parallel_linear *layer) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!layer) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the layer is NULL", function);
+    MT_TRY(mti_gradient_check(ctx, function, layer->weight));
+    return mti_gradient_check(ctx, function, layer->desc.skip_bias_add ? NULL : layer->bias);
 }
 
 MT_API mt_status mt_check_micro_batch(mt_context *ctx, const char *function, const mt_param *p, int64_t sequence) {
@@ -5302,18 +5468,24 @@ MT_API mt_status mt_parallel_linear_forward_shared(mt_context *ctx, const mt_par
 
 /* -- backward -- */
 
-/* Computes dW += dy^T x with dy [tokens, local features], and adds to the gradient of the bias. */
+/* Computes dW += dy^T x with dy [tokens, local features] (mti_gradient_beta), and adds to the gradient of the bias. */
 static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_parallel_linear *n, mt_tensor dy, mt_tensor x) {
     const mt_param *w = n->weight;
+    const float beta = mti_gradient_beta(w);
     int s;
     mti_gradient_added(w);
-    if (!mt_context_invariant(ctx))
-        return mt_linear_gradients(ctx, dy, x, w->grad, mti_own_bias(n) ? mti_own_bias(n)->grad : mt_none());
+    if (!mt_context_invariant(ctx)) {
+        MT_TRY(
+            mt_linear_gradients_beta(ctx, dy, x, beta, w->grad, mti_own_bias(n) ? mti_own_bias(n)->grad : mt_none()));
+        mti_gradient_written(w);
+        return MT_SUCCESS;
+    }
     if (mti_own_bias(n)) MT_TRY(mti_column_bias(ctx, mti_own_bias(n), dy, mt_bias_backward, 1));
     MT_TRY(mt_invariant_input(ctx, x, &x));
     for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, mt_shard_cols(dy, s, w->shards), x, 1.0f,
+        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, mt_shard_cols(dy, s, w->shards), x, beta,
                         mti_param_shard(w, w->grad, s)));
+    mti_gradient_written(w);
     return MT_SUCCESS;
 }
 
@@ -5375,11 +5547,13 @@ static mt_status mti_row_input_gradient(mt_context *ctx, const mt_parallel_linea
 
 /* Computes dW += dy^T x. */
 static mt_status mti_row_weight_gradient(mt_context *ctx, const mt_param *w, mt_tensor dy, mt_tensor x) {
+    const float beta = mti_gradient_beta(w);
     int s;
     mti_gradient_added(w);
     for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, dy, mt_shard_cols(x, s, w->shards), 1.0f,
+        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, dy, mt_shard_cols(x, s, w->shards), beta,
                         mti_param_shard(w, w->grad, s)));
+    mti_gradient_written(w);
     return MT_SUCCESS;
 }
 
@@ -5465,8 +5639,8 @@ static mt_status mti_backward_check(mt_context *ctx, const char *function, const
                       : mt_check_sent(ctx, function, n->tp, sp, "dy", dy, "dx", mt_none()));
     MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved.x", x));
     if (!l->columns && n->desc.add_to_dx) MT_TRY(mt_check_apart(ctx, function, "dx", dx, "dy", dy));
-    MT_TRY(mt_check_gradient(ctx, function, n->weight));
-    MT_TRY(mt_check_gradient(ctx, function, mti_own_bias(n)));
+    MT_TRY(mti_gradient_check(ctx, function, n->weight));
+    MT_TRY(mti_gradient_check(ctx, function, mti_own_bias(n)));
     if (l->columns || !mti_own_bias(n)) return MT_SUCCESS;
     return mt_check_tokens(ctx, function, mt_sequence_tokens(n->tp, sp, dy.rows));
 }
@@ -6516,7 +6690,7 @@ static mt_status mti_sync_tensor_ranks(mt_context *ctx, mt_params *params) {
 
 /* The finished subtrees form a binary counter: micro-batch n (from 0) joins as many subtrees as n has trailing one
    bits, so at most log2(n) subtrees are kept. All sums over micro-batches use this function, as sums over virtual
-   shards use mti_shard_tree. Sets the gradients to zero for the next micro-batch. */
+   shards use mti_shard_tree. Makes the gradients zero for the next micro-batch. */
 static mt_status mti_accumulate_gradients(mt_context *ctx, mt_params *params) {
     int64_t n = params->micro_batches, level;
     MT_TRY(mti_sync_tensor_ranks(ctx, params));
@@ -6539,6 +6713,7 @@ MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
                        function, (long long)params->micro_batches, params->grid->dp_size,
                        mt_context_invariant_data(ctx));
     MT_TRY(mti_gradients_open(ctx, function, params->list[0]));
+    MT_TRY(mti_gradients_fill(ctx, params, 0, params->count));
     mt_check_pause(ctx);
     status = mt_check_resume(ctx, mti_accumulate_gradients(ctx, params));
     mti_gradients_set(params, status == MT_SUCCESS ? MTI_GRADIENTS_ZEROED : MTI_GRADIENTS_UNDEFINED);
@@ -6604,6 +6779,7 @@ MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, cons
                            function, params->list[i]->name);
         params->list[i]->final = 1;
     }
+    MT_TRY(mti_gradients_fill(ctx, params, first->index, last->index + 1)); /* the sums read them */
     mti_buckets_advance(params);
     return mti_buckets_send(ctx, params, params->buckets.final);
 }
@@ -6679,6 +6855,7 @@ static mt_status mti_sync_gradients(mt_context *ctx, mt_params *params) {
 MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params) {
     mt_status status;
     MT_TRY(mti_sync_check(ctx, params));
+    MT_TRY(mti_gradients_fill(ctx, params, 0, params->count));
     MT_TRY(mti_computed_note(ctx, params));
     mt_check_pause(ctx);
     status = mt_check_resume(ctx, mti_sync_gradients(ctx, params));

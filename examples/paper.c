@@ -185,7 +185,7 @@ static mt_status one_step(rank *r, int sequences) {
                       .loss_scale = mt_step_loss_scale(&r->step),
                       .backward_scale = scale};
     MT_TRY(mt_step_begin(r->ctx, &r->step, 1e-4f, 1));
-    MT_TRY(mt_params_zero_grad(r->ctx, r->params));
+    MT_TRY(mt_params_zero_grad_lazy(r->ctx, r->params));
     MT_TRY(mt_gpt_forward(r->ctx, &r->gpt, &batch, ids, ids, mt_tensor_f32(losses, 1, sequences * SEQ), &r->saved));
     MT_TRY(mt_sync_gradients_begin(r->ctx, r->params));
     MT_TRY(mt_gpt_backward(r->ctx, &r->gpt, scale, &r->saved));

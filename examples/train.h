@@ -1013,7 +1013,7 @@ static mt_status skip_step(trainer *t, int64_t step, float scale, float loss, fl
 static mt_status device_step(pass *p) {
     trainer *t = p->t;
     ledgers_start(t);
-    MT_TRY(mt_params_zero_grad(t->ctx, t->params));
+    MT_TRY(mt_params_zero_grad_lazy(t->ctx, t->params));
     MT_TRY(run_pass(p));
     MT_TRY(mt_sync_gradients(t->ctx, t->params));
     MT_TRY(mt_step_update(t->ctx, &t->numbers, mt_tensor_cols(mt_tensor_rows(t->totals, 0, 1), 0, 1)));

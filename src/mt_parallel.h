@@ -18,12 +18,13 @@
    forward is inference and keeps nothing. A forward with `saved` does not need to have a backward; see mt_arena_mark
    for a loop that decides later. Backward adds to parameter gradients and overwrites activation gradients.
 
-   A registry knows what was done with its gradients. In each step they are zeroed (mt_params_zero_grad), added to (by
-   backward; in invariant mode also mt_accumulate_gradients), summed over ranks (mt_sync_gradients), and used (by one
-   step of the optimizer). A call in another order is MT_ERR_ARGUMENT before it touches or sends data. The message names
-   a parameter and the call that is missing. Ranks that have nothing to sum do not need mt_sync_gradients. A program may
-   also write to param->grad by hand, which the registry does not see. From the first call on that is recorded in a CUDA
-   graph, nothing is refused: the step that runs before it is checked. Layers of tensors have no registry.
+   A registry knows what was done with its gradients. In each step they are zeroed (mt_params_zero_grad or
+   mt_params_zero_grad_lazy), added to (by backward; in invariant mode also mt_accumulate_gradients), summed over ranks
+   (mt_sync_gradients), and used (by one step of the optimizer). A call in another order is MT_ERR_ARGUMENT before it
+   touches or sends data. The message names a parameter and the call that is missing. Ranks that have nothing to sum do
+   not need mt_sync_gradients. A program may also write to param->grad by hand, which the registry does not see. From
+   the first call on that is recorded in a CUDA graph, nothing is refused: the step that runs before it is checked.
+   Layers of tensors have no registry.
 
    Names: A create function gets the layer's name. The parameters are then called NAME.weight and so on. The name of a
    parameter decides its random numbers (mt_params_init) and is its key in checkpoints. With name NULL a layer is called

@@ -69,6 +69,7 @@ typedef struct gpt_run {
     int scores;
     int one_pass; /* 1: forward computes the gradient of the loss, too (mt_batch.backward_scale) */
     int check;    /* of mt_context_desc */
+    int lazy;     /* 1: mt_params_zero_grad_lazy, with gradients that hold NaN before */
 } gpt_run;
 
 enum { GPT_BERT = 4 };
@@ -337,13 +338,20 @@ static inline mt_status gpt_run_schedule(gpt_worker *w) {
     return mt_pipeline_run(w->ctx, &w->grid, &stage, actions, count);
 }
 
+/* Makes the gradients zero for a step. */
+static inline mt_status gpt_zero_grad(gpt_worker *w) {
+    if (!w->r->lazy) return mt_params_zero_grad(w->ctx, w->params);
+    for (int i = 0; i < mt_params_count(w->params); i++) MT_TRY(mt_fill(w->ctx, mt_params_at(w->params, i)->grad, NAN));
+    return mt_params_zero_grad_lazy(w->ctx, w->params);
+}
+
 /* Computes the sum of the losses, the first element of w->totals, and the gradients of a step on all ranks. */
 static inline mt_status gpt_compute(gpt_worker *w) {
     mt_comm *pipeline = w->grid.pp;
     void *total;
     MT_TRY(mt_arena_tensor(w->ctx, MT_F32, GPT_BATCH / w->grid.dp_size, 1, &w->totals));
     MT_TRY(mt_fill(w->ctx, w->totals, 0.0f));
-    MT_TRY(mt_params_zero_grad(w->ctx, w->params));
+    MT_TRY(gpt_zero_grad(w));
     if (w->spoil) *w->spoil = w->bad;
     MT_TRY(gpt_run_schedule(w));
     MT_TRY(mt_tree_sum(w->ctx, w->totals));

@@ -81,7 +81,8 @@ static void test_training_as_on_the_cpu(void **state) {
     }
 }
 
-/* Steps whose numbers are in the GPU's memory have the bits of steps that the host decides. */
+/* Steps whose numbers are in the GPU's memory have the bits of steps that the host decides, also those with
+   mt_params_zero_grad_lazy. */
 static void test_steps_on_the_gpu(void **state) {
     static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
     static gpt_result host, device;
@@ -92,7 +93,7 @@ static void test_steps_on_the_gpu(void **state) {
         r.stochastic = i == 4;
         gpt_execute(r, &host);
         if (r.dtype == MT_F16 && host.scaler.skipped == 0) fail_msg("no step was skipped");
-        r.on_device = 1;
+        r.on_device = r.lazy = 1;
         gpt_execute(r, &device);
         if (memcmp(&host, &device, GPT_SAME_BYTES) != 0) fail_msg("%s: other bits on the GPU", gpt_name(&r));
         if (r.invariant == 0) assert_planned(r, &device);

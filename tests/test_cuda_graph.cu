@@ -10,6 +10,7 @@
 
 #include "mt_test.h"
 
+#include <math.h>
 #include <unistd.h>
 #if defined(MT_CUDA_ENGINE)
 #include "runtime.h"
@@ -982,6 +983,117 @@ static void test_calls_that_fail(void **state) {
 }
 #endif
 
+/* ---- gradients that are zeroed lazily ---------------------------------------------------------------------------- */
+
+/* A layer with x and dy of ones: a backward adds ROWS to each element of the gradient of its weight. */
+typedef struct lazy_layer {
+    mt_grid grid;
+    mt_params *params;
+    mt_column_parallel_linear layer;
+    mt_linear_saved saved;
+    mt_tensor dy;
+} lazy_layer;
+
+static mt_status lazy_open(mt_context *ctx, mt_comm *world, lazy_layer *l) {
+    mt_grid_desc shape;
+    mt_linear_desc d;
+    mt_tensor x;
+    memset(&shape, 0, sizeof shape);
+    memset(&d, 0, sizeof d);
+    shape.tp = 1;
+    d.in_features = COLS;
+    d.out_features = ROWS;
+    MT_TRY(mt_grid_create(world, &shape, &l->grid));
+    MT_TRY(mt_params_create(ctx, &l->grid, &l->params));
+    MT_TRY(mt_column_parallel_linear_create(ctx, l->params, "l", &d, &l->layer));
+    MT_TRY(mt_params_init(ctx, l->params, 1));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, ROWS, COLS, &x));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, ROWS, ROWS, &l->dy));
+    MT_TRY(mt_fill(ctx, x, 1.0f));
+    MT_TRY(mt_fill(ctx, l->dy, 1.0f));
+    l->saved.x = x;
+    return MT_SUCCESS;
+}
+
+/* Runs or records: gradients of NaN that count as zero, and backwards. */
+static mt_status lazy_do(mt_context *ctx, const lazy_layer *l, int zero, int backwards) {
+    if (zero) MT_TRY(mt_fill(ctx, l->layer.weight->grad, NAN));
+    if (zero) MT_TRY(mt_params_zero_grad_lazy(ctx, l->params));
+    while (backwards-- > 0) MT_TRY(mt_parallel_linear_backward(ctx, &l->layer, l->dy, mt_none(), &l->saved));
+    return MT_SUCCESS;
+}
+
+static mt_status lazy_record(mt_context *ctx, const lazy_layer *l, int zero, int backwards, mt_graph **graph) {
+    mt_status status;
+    MT_TRY(mt_graph_begin(ctx, NULL));
+    status = lazy_do(ctx, l, zero, backwards);
+    MT_KEEP(status, mt_graph_end(ctx, status == MT_SUCCESS ? graph : NULL));
+    return status;
+}
+
+/* Checks that the memory of the gradient has what so many backwards have added. */
+static mt_status lazy_has(mt_context *ctx, const lazy_layer *l, int backwards) {
+    float got[ROWS * COLS];
+    MT_TRY(mt_download(ctx, l->layer.weight->grad, got));
+    for (int i = 0; i < ROWS * COLS; i++) CHECK(got[i] == (float)(ROWS * backwards));
+    return MT_SUCCESS;
+}
+
+/* Wherever the zeroing is, a launch does what the calls would do. */
+static mt_status lazy_graphs(mt_context *ctx, const lazy_layer *l) {
+    mt_graph *add, *zero, *step;
+    MT_TRY(lazy_do(ctx, l, 1, 0));
+    MT_TRY(lazy_record(ctx, l, 0, 1, &add)); /* zeroed before the recording */
+    MT_TRY(lazy_has(ctx, l, 0));
+    for (int n = 1; n <= 2; n++) {
+        MT_TRY(mt_graph_launch(ctx, add));
+        MT_TRY(lazy_has(ctx, l, n));
+    }
+    MT_TRY(lazy_do(ctx, l, 1, 0)); /* before a launch */
+    for (int n = 1; n <= 3; n++) {
+        MT_TRY(mt_graph_launch(ctx, add));
+        MT_TRY(lazy_has(ctx, l, n));
+    }
+    MT_TRY(lazy_record(ctx, l, 1, 2, &step)); /* in the graph */
+    for (int n = 0; n < 2; n++) {
+        MT_TRY(mt_graph_launch(ctx, step));
+        MT_TRY(lazy_has(ctx, l, 2));
+    }
+    MT_TRY(mt_graph_launch(ctx, add));
+    MT_TRY(lazy_has(ctx, l, 3));
+    MT_TRY(lazy_record(ctx, l, 1, 0, &zero)); /* a graph of its own */
+    for (int n = 0; n < 2; n++) {
+        MT_TRY(mt_graph_launch(ctx, zero));
+        MT_TRY(lazy_has(ctx, l, 0));
+        MT_TRY(lazy_do(ctx, l, 0, 1));
+        MT_TRY(mt_graph_launch(ctx, add));
+        MT_TRY(lazy_has(ctx, l, 2));
+    }
+    mt_graph_destroy(ctx, add);
+    mt_graph_destroy(ctx, zero);
+    mt_graph_destroy(ctx, step);
+    return MT_SUCCESS;
+}
+
+static mt_status lazy_gradients(job *j, mt_context *ctx, mt_comm *world) {
+    lazy_layer l;
+    mt_status status;
+    memset(&l, 0, sizeof l);
+    (void)j;
+    status = lazy_open(ctx, world, &l);
+    if (status == MT_SUCCESS) status = lazy_do(ctx, &l, 1, 2); /* chooses the algorithms */
+    if (status == MT_SUCCESS) status = lazy_has(ctx, &l, 2);
+    if (status == MT_SUCCESS) status = lazy_graphs(ctx, &l);
+    mt_params_destroy(l.params);
+    mt_grid_destroy(&l.grid);
+    return status;
+}
+
+static void test_lazy_gradients(void **state) {
+    (void)state;
+    run(1, lazy_gradients);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_one_rank),
@@ -1002,6 +1114,7 @@ int main(void) {
         cmocka_unit_test(test_wrong_id_in_a_launch),
         cmocka_unit_test(test_steps),
         cmocka_unit_test(test_ends),
+        cmocka_unit_test(test_lazy_gradients),
 #if defined(MT_CUDA_ENGINE)
         cmocka_unit_test(test_a_launch_is_one_call),
         cmocka_unit_test(test_calls_that_fail),

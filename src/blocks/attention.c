@@ -1030,8 +1030,8 @@ static mt_status mti_attention_saved_check(mt_context *ctx, const char *function
 static mt_status mti_attention_gradients(mt_context *ctx, const char *function, const mt_self_attention *a) {
     const mt_column_parallel_linear *layers;
     int i, count = mti_qkv_layers(a, &layers);
-    for (i = 0; i < count; i++) MT_TRY(mti_layer_gradients(ctx, function, &layers[i]));
-    return mti_layer_gradients(ctx, function, &a->proj);
+    for (i = 0; i < count; i++) MT_TRY(mt_check_linear_gradients(ctx, function, &layers[i]));
+    return mt_check_linear_gradients(ctx, function, &a->proj);
 }
 
 MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,

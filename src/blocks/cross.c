@@ -367,7 +367,7 @@ MT_API mt_status mt_cross_attention_backward(mt_context *ctx, const mt_cross_att
     if (!attention || !saved)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, attention ? "saved" : "attention");
     MT_TRY(mti_cross_backward_check(ctx, function, attention, dy, dx, dmemory, saved));
-    MT_TRY(mt_check_gradient(ctx, function, attention->proj.weight));
+    MT_TRY(mt_check_linear_gradients(ctx, function, &attention->proj));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("cross-attention backward", mti_cross_backward(ctx, attention, dy, dx, dmemory, saved));
     mt_arena_release(ctx, mark);

@@ -430,7 +430,7 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
     weight = layer->attention.proj.weight;
     MT_TRY(mt_check_activation(ctx, function, weight, "saved.x", saved->x, dy.rows, dy.cols));
     MT_TRY(mt_check_apart(ctx, function, "saved.x", saved->x, "dx", dx));
-    MT_TRY(mt_check_gradient(ctx, function, weight));
+    MT_TRY(mt_check_linear_gradients(ctx, function, &layer->attention.proj));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("layer backward", mti_layer_backward(ctx, layer, dy, dx, saved));
     mt_arena_release(ctx, mark);

@@ -92,13 +92,6 @@ static mt_status mti_own_types(mt_context *ctx, const char *function, const mti_
     return MT_SUCCESS;
 }
 
-/* Checks, before the backward of a block does anything, that a layer of it may add to the gradients of its weight and
-   of the bias that it adds itself. */
-static mt_status mti_layer_gradients(mt_context *ctx, const char *function, const mt_parallel_linear *layer) {
-    MT_TRY(mt_check_gradient(ctx, function, layer->weight));
-    return mt_check_gradient(ctx, function, layer->desc.skip_bias_add ? NULL : layer->bias);
-}
-
 /* Makes the two linear layers. d->ffn is set. */
 static mt_status mti_mlp_create(mt_context *ctx, const mti_origin *from, const char *name, const mt_mlp_desc *d,
                                 mt_mlp *out) {
@@ -247,9 +240,9 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
     MT_TRY(mt_check_sent(ctx, function, mlp->fc1.tp, mlp->desc.sequence_parallel, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "saved.fc1.x", saved->fc1.x, "dx", dx));
-    MT_TRY(mti_layer_gradients(ctx, function, &mlp->fc1));
+    MT_TRY(mt_check_linear_gradients(ctx, function, &mlp->fc1));
     MT_TRY(mt_check_gradient(ctx, function, mlp->fc1.bias)); /* it is added with the activation */
-    MT_TRY(mti_layer_gradients(ctx, function, &mlp->fc2));
+    MT_TRY(mt_check_linear_gradients(ctx, function, &mlp->fc2));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));
     mt_arena_release(ctx, mark);

@@ -29,6 +29,13 @@ MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot); /* NULL befor
 typedef void (*mt_forget_function)(mt_context *ctx, const void *data, size_t bytes, int gone);
 MT_API void mt_context_set_forget(mt_context *ctx, mt_forget_function forget);
 
+/* Sets the function that is called before a recording begins, before it ends, and before a graph is launched. What it
+   puts into the stream comes before what follows: at the end of a recording it is recorded, too. So whoever leaves work
+   for a later call can do it before the border: the work is then not done in one launch and missing in another. A
+   status other than MT_SUCCESS is that of the call. border NULL: none. ctx NULL: does nothing. */
+typedef mt_status (*mt_graph_border)(mt_context *ctx);
+MT_API void mt_context_set_graph_border(mt_context *ctx, mt_graph_border border);
+
 /* Six values of the context's desc, with the defaults filled in, two properties of its device, and whether it records
    a CUDA graph. When ctx is NULL, the values are those of a CPU context with an empty desc, and the compute capability
    is 0. */

@@ -238,6 +238,10 @@ MT_API void mt_context_set_forget(mt_context *ctx, mt_forget_function forget) {
     if (ctx) ctx->forget = forget;
 }
 
+MT_API void mt_context_set_graph_border(mt_context *ctx, mt_graph_border border) {
+    if (ctx) ctx->border = border;
+}
+
 static void mti_notify_forgotten(mt_context *ctx, const void *data, size_t bytes, int gone) {
     if (ctx && ctx->forget && data && bytes) (ctx->forget)(ctx, data, bytes, gone);
 }

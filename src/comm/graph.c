@@ -208,9 +208,10 @@ static mt_status mti_graph_check(mt_context *ctx, const char *function, int reco
     return MT_SUCCESS;
 }
 
-/* Later work in the compute stream comes after all overlaps. */
-static mt_status mti_graph_wait_overlaps(mt_context *ctx) {
-    mt_status status = mt_overlap_wait_all(ctx);
+/* Calls the function of mt_context_set_graph_border. Later work in the compute stream comes after all overlaps. */
+static mt_status mti_graph_settle(mt_context *ctx) {
+    mt_status status = ctx->border ? ctx->border(ctx) : MT_SUCCESS;
+    MT_KEEP(status, mt_overlap_wait_all(ctx));
     MT_KEEP(status, mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD));
     return status;
 }
@@ -223,7 +224,7 @@ static mt_status mti_graph_begin(mt_context *ctx, mt_comm *comm) {
                        "mt_graph_begin: \"%s\" is not over NCCL, but the context has communicators over NCCL: pass one "
                        "of them, or NULL",
                        comm->name);
-    MT_TRY(mti_graph_wait_overlaps(ctx));
+    MT_TRY(mti_graph_settle(ctx));
     mti_graph_await_end(ctx);
     ctx->recorders = recorders;
     if (recorders) recorders->graphs++;
@@ -253,8 +254,8 @@ static mt_status mti_graph_is_lost(mt_context *ctx, const char *function) {
 
 static mt_status mti_graph_end(mt_context *ctx, mt_graph **out) {
     mt_graph *graph = out ? (mt_graph *)mt_host_alloc(sizeof *graph) : NULL;
-    mt_status status = MT_SUCCESS, overlaps = mti_graph_wait_overlaps(ctx);
-    int wanted = graph && overlaps == MT_SUCCESS;
+    mt_status status = MT_SUCCESS, settled = mti_graph_settle(ctx);
+    int wanted = graph && settled == MT_SUCCESS;
     if (graph) graph->comm = ctx->recorders;
     if (graph && graph->comm) graph->number = graph->comm->graphs;
     if (ctx->recorders) status = mti_graph_end_all(ctx, ctx->recorders, wanted ? &graph->run : NULL);
@@ -263,7 +264,7 @@ static mt_status mti_graph_end(mt_context *ctx, mt_graph **out) {
     mti_cuda_drop(ctx); /* does nothing when the capture has ended */
     mti_graph_forget(ctx);
     if (out && !graph) status = mt_fail(ctx, MT_ERR_MEMORY, "mt_graph_end: no memory for the graph");
-    MT_KEEP(status, overlaps);
+    MT_KEEP(status, settled);
     if (status != MT_SUCCESS || !graph) {
         mt_host_free(graph);
         return status;
@@ -286,7 +287,7 @@ static mt_status mti_graph_launch(mt_context *ctx, const mt_graph *graph) {
     mti_call call = mti_call_make(MTI_GRAPH_LAUNCH, NULL, NULL, graph->number, MT_U8);
     call.run = graph->run;
     if (graph->lost) return mti_graph_is_lost(ctx, "mt_graph_launch");
-    MT_TRY(mti_graph_wait_overlaps(ctx));
+    MT_TRY(mti_graph_settle(ctx));
     if (graph->comm) return mti_local_collective(ctx, graph->comm, &call);
     if (!graph->run) return MT_SUCCESS; /* MT_DEVICE_META */
     return mti_cuda_graph_launch(ctx, &call);

@@ -43,6 +43,7 @@ struct mt_context {
     size_t meta_end;               /* MT_DEVICE_META: bytes that mt_context_alloc has given out so far */
     mti_slot_memory slots[MT_SLOT_COUNT];
     mt_forget_function forget;          /* see mt_context_set_forget; NULL: none */
+    mt_graph_border border;             /* see mt_context_set_graph_border; NULL: none */
     const struct mti_hooks *hooks;      /* of check mode; NULL: it is off */
     struct mti_checker *checker;        /* what the hooks know; NULL: no hooks */
     int checks_paused;                  /* number of open mti_checks_pause */

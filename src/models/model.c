@@ -479,7 +479,7 @@ static mt_status mti_model_backward_check(mt_context *ctx, const char *function,
     MT_TRY(mti_model_call_check(ctx, function, m, &saved->batch));
     MT_TRY(mti_model_boundary(ctx, function, m, &saved->batch, doutput_none, "doutput", doutput));
     MT_TRY(mti_model_boundary(ctx, function, m, &saved->batch, mti_model_is_first(m), "dinput", dinput));
-    return mt_check_gradient(ctx, function, m->layers[0].attention.proj.weight);
+    return mt_check_linear_gradients(ctx, function, &m->layers[0].attention.proj);
 }
 
 MT_API mt_status mt_language_model_backward(mt_context *ctx, const mt_language_model *model, mt_tensor doutput,

@@ -53,7 +53,10 @@ MT_API int mt_params_shards(const mt_params *params);
      mt_check_gradient    For a backward. MT_ERR_ARGUMENT: nothing may be added to the gradient of param now, because it
                           was not zeroed, is synchronised or was used already, or was declared final. Call it before you
                           add to param->grad yourself, or do anything before the backward of a layer that cannot be
-                          undone. param NULL: nothing is checked.
+                          undone. It does mt_param_touch_grad, too. param NULL: nothing is checked.
+     mt_check_linear_gradients
+                          The same for the weight of a linear layer and the bias that it adds itself, when the layer's
+                          backward adds to them: it does no mt_param_touch_grad.
      mt_check_micro_batch For the backward of a whole model, in invariant mode, before it adds to a gradient. `sequence`
                           is the batch's first_sequence. MT_ERR_ARGUMENT: the gradients have another micro-batch, for
                           which mt_accumulate_gradients was not called.
@@ -63,6 +66,7 @@ MT_API int mt_params_shards(const mt_params *params);
      mt_check_tokens      MT_ERR_SHAPE: in invariant mode, V does not divide `tokens`. Only training calls need it. */
 MT_API mt_status mt_check_param(mt_context *ctx, const char *function, const mt_param *param);
 MT_API mt_status mt_check_gradient(mt_context *ctx, const char *function, const mt_param *param);
+MT_API mt_status mt_check_linear_gradients(mt_context *ctx, const char *function, const mt_parallel_linear *layer);
 MT_API mt_status mt_check_micro_batch(mt_context *ctx, const char *function, const mt_param *param, int64_t sequence);
 MT_API mt_status mt_check_activation(mt_context *ctx, const char *function, const mt_param *weight, const char *name,
                                      mt_tensor t, int64_t rows, int64_t cols);

@@ -199,14 +199,3 @@ static mt_status mti_params_ready(mt_context *ctx, const mt_params *params, cons
                        params ? "call mt_params_init first" : "params is NULL");
     return mti_params_known(ctx, params, function);
 }
-
-static mt_status mti_gradients_zero(mt_context *ctx, const mt_params *params) {
-    int i;
-    MT_TRY(mti_memory_zero(ctx, params, MTI_IN_GRADS));
-    MT_TRY(mt_check_mean_end(ctx, "mt_params_zero_grad", 0));
-    for (i = 0; i < params->count; i++) {
-        MT_TRY(mt_declare_zero(ctx, params->list[i]->grad));
-        MT_TRY(mt_declare_zero(ctx, params->list[i]->lookup_grad));
-    }
-    return MT_SUCCESS;
-}

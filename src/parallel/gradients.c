@@ -15,6 +15,112 @@ static int mti_gradients_known(const mt_context *ctx, mt_params *params) {
     return !params->recorded;
 }
 
+/* -- gradients that count as zero without zeros in their memory (mt_params_zero_grad_lazy) -- */
+
+/* Returns what a product multiplies the gradient of p with before it adds to it: 0 when the memory has no zeros yet.
+   The product must write all elements, and mti_gradient_written follows it. */
+static float mti_gradient_beta(const mt_param *p) { return p->registry && mti_entry_of(p)->unwritten ? 0.0f : 1.0f; }
+
+static void mti_gradient_written(const mt_param *p) {
+    if (!p->registry || !mti_entry_of(p)->unwritten) return;
+    mti_entry_of(p)->unwritten = 0;
+    p->registry->unwritten--;
+}
+
+/* Fills the gradient of p with zeros when its memory has none yet. For check mode they were there before. */
+static mt_status mti_gradient_fill(mt_context *ctx, const mt_param *p) {
+    if (!p || !p->registry || !mti_entry_of(p)->unwritten) return MT_SUCCESS;
+    mt_check_pause(ctx);
+    MT_TRY(mt_check_resume(ctx, mt_fill(ctx, p->grad, 0.0f)));
+    mti_gradient_written(p);
+    return MT_SUCCESS;
+}
+
+/* The same for the parameters [first, end) of a registry. */
+static mt_status mti_gradients_fill(mt_context *ctx, const mt_params *params, int first, int end) {
+    int i;
+    for (i = first; params->unwritten > 0 && i < end; i++) MT_TRY(mti_gradient_fill(ctx, params->list[i]));
+    return MT_SUCCESS;
+}
+
+/* The mt_graph_border: a product must not write in a launch of a graph to which another launch has to add, and a fill
+   must not be recorded without the zeroing to which it belongs, or the zeroing without the fill. */
+static mt_status mti_gradients_border(mt_context *ctx) {
+    const mt_params *params = mti_parallel_of(ctx)->registries;
+    for (; params; params = params->next_registry) MT_TRY(mti_gradients_fill(ctx, params, 0, params->count));
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_param_touch_grad(mt_context *ctx, const mt_param *param) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!param) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_param_touch_grad: param is NULL");
+    return mti_gradient_fill(ctx, param);
+}
+
+/* Returns 1 when a lazy zeroing leaves out the gradient of p: the product of its layer writes all elements. */
+static int mti_is_left_out(const mt_params *params, const mt_param *p) {
+    return params->lazy && mti_entry_of(p)->is_linear;
+}
+
+/* Fills the elements [lo, hi) of the registry's own gradients with zeros. */
+static mt_status mti_grads_fill(mt_context *ctx, const mt_params *params, int64_t lo, int64_t hi) {
+    return mt_fill(ctx, mt_tensor_f32(params->grads + lo, 1, hi - lo), 0.0f);
+}
+
+/* Fills the registry's own gradients with zeros, except those that are left out. */
+static mt_status mti_own_grads_zero(mt_context *ctx, const mt_params *params) {
+    int64_t at = 0;
+    int i, third;
+    for (third = 0; third < 3; third++) /* in the order of their offsets */
+        for (i = 0; i < params->count; i++) {
+            const mt_param *p = params->list[i];
+            int64_t offset = mti_home_of(p)->offset;
+            if (mti_param_third(p) != third || !mti_is_left_out(params, p)) continue;
+            if (offset > at) MT_TRY(mti_grads_fill(ctx, params, at, offset));
+            at = offset + mti_param_slot(p);
+        }
+    return at < params->gradients ? mti_grads_fill(ctx, params, at, params->gradients) : MT_SUCCESS;
+}
+
+/* Fills the gradients with zeros, except those that are left out. */
+static mt_status mti_memory_zero_lazy(mt_context *ctx, const mt_params *params) {
+    int64_t at;
+    int i;
+    if (params->grads) MT_TRY(mti_own_grads_zero(ctx, params));
+    for (i = params->grads ? 0 : -1; i < params->count; i++) {
+        mt_tensor piece = mti_memory(params, MTI_IN_GRADS, i, &at);
+        if (piece.data && (i < 0 || !mti_is_left_out(params, params->list[i]))) MT_TRY(mti_zero(ctx, piece));
+    }
+    return MT_SUCCESS;
+}
+
+/* In check mode, a gradient that was left out holds NaN, so that a program that reads it without mt_param_touch_grad
+   does not find the zeros of the step before. */
+static mt_status mti_gradient_poison(mt_context *ctx, const mt_param *p) {
+    if (!mt_check_mode(ctx) || !mt_context_has_data(ctx)) return MT_SUCCESS;
+    mt_check_pause(ctx);
+    return mt_check_resume(ctx, mt_fill(ctx, p->grad, NAN));
+}
+
+/* Makes all gradients zero. params->lazy says whether some are left out. */
+static mt_status mti_gradients_zero(mt_context *ctx, mt_params *params) {
+    int i;
+    MT_TRY(params->lazy ? mti_memory_zero_lazy(ctx, params) : mti_memory_zero(ctx, params, MTI_IN_GRADS));
+    MT_TRY(mt_check_mean_end(ctx, "mt_params_zero_grad", 0));
+    params->unwritten = 0;
+    for (i = 0; i < params->count; i++) {
+        mti_entry *entry = mti_entry_of(params->list[i]);
+        entry->unwritten = mti_is_left_out(params, &entry->param);
+        params->unwritten += entry->unwritten;
+        if (entry->unwritten) MT_TRY(mti_gradient_poison(ctx, &entry->param));
+        MT_TRY(mt_declare_zero(ctx, entry->param.grad));
+        MT_TRY(mt_declare_zero(ctx, entry->param.lookup_grad));
+    }
+    return MT_SUCCESS;
+}
+
+/* -- the state of all gradients -- */
+
 /* Notes in p's registry that a layer adds to the gradient of p now. */
 static void mti_gradient_added(const mt_param *p) {
     mt_params *params = p->registry; /* NULL: of a layer of tensors */
@@ -85,7 +191,7 @@ static int mti_sync_reason(const mt_params *params, const mt_param *p, char *tex
 
 /* Checks that the gradients are the sums over all ranks and micro-batches. A call that only reads them may also come
    after a step of the optimizer. */
-static mt_status mti_gradients_ready(mt_context *ctx, const char *function, mt_params *params, int only_reads) {
+static mt_status mti_gradients_expect(mt_context *ctx, const char *function, mt_params *params, int only_reads) {
     char why[128];
     int i;
     if (!mti_gradients_known(ctx, params)) return MT_SUCCESS;
@@ -102,15 +208,35 @@ static mt_status mti_gradients_ready(mt_context *ctx, const char *function, mt_p
     return MT_SUCCESS;
 }
 
-MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params) {
-    MT_TRY(mti_params_ready(ctx, params, "mt_params_zero_grad"));
+/* The same for a call that then reads the memory of the gradients. */
+static mt_status mti_gradients_ready(mt_context *ctx, const char *function, mt_params *params, int only_reads) {
+    MT_TRY(mti_gradients_expect(ctx, function, params, only_reads));
+    return mti_gradients_fill(ctx, params, 0, params->count);
+}
+
+static mt_status mti_zero_grad(mt_context *ctx, mt_params *params, int lazy) {
     MT_TRY(mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD));
     params->buckets.begun = 0;
     params->micro_batches = 0;
+    params->lazy = lazy;
     (void)mti_gradients_known(ctx, params); /* notes a recording */
     MT_TRY(mti_gradients_zero(ctx, params));
     mti_gradients_set(params, MTI_GRADIENTS_ZEROED);
     return mti_replicas_note(ctx, params, 0);
+}
+
+MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params) {
+    MT_TRY(mti_params_ready(ctx, params, "mt_params_zero_grad"));
+    return mti_zero_grad(ctx, params, 0);
+}
+
+MT_API mt_status mt_params_zero_grad_lazy(mt_context *ctx, mt_params *params) {
+    static const char *const function = "mt_params_zero_grad_lazy";
+    MT_TRY(mti_params_ready(ctx, params, function));
+    if (ctx != params->ctx)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: ctx is not the context that mt_params_create got", function);
+    mt_context_set_graph_border(ctx, mti_gradients_border);
+    return mti_zero_grad(ctx, params, 1);
 }
 
 MT_API mt_status mt_params_pack(mt_context *ctx, mt_params *params) {

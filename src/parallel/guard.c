@@ -42,7 +42,7 @@ static int mti_guarded_find(const mt_context *ctx, mt_tensor t, mti_guarded *out
     const mt_params *params;
     int i;
     if (!t.data || t.rows * t.cols == 0) return 0;
-    for (params = guard->registries; params; params = params->next_guarded)
+    for (params = mti_parallel_of(ctx)->registries; params; params = params->next_registry)
         for (i = 0; i < params->count; i++) {
             const mt_param *p = params->list[i];
             const int is_grad = mti_is_in_gradient(ctx, t, p->grad);
@@ -238,21 +238,23 @@ static mt_status mti_guard_open(mt_context *ctx, mti_guard **out) {
     return MT_SUCCESS;
 }
 
-/* From now on refuses sums into the gradients whose bits would depend on the split. */
-static mt_status mti_params_guard(mt_context *ctx, mt_params *params) {
+/* Adds a registry, whose parameters have memory now, to those of its context. From now on invariant mode refuses sums
+   into its gradients whose bits would depend on the split. */
+static mt_status mti_params_list(mt_context *ctx, mt_params *params) {
     mti_guard *guard;
+    mti_parallel *p;
     MT_TRY(mti_guard_open(ctx, &guard));
-    if (!guard) return MT_SUCCESS;
-    params->next_guarded = guard->registries;
-    guard->registries = params;
+    MT_TRY(mti_parallel_open(ctx, &p));
+    params->next_registry = p->registries;
+    p->registries = params;
     return MT_SUCCESS;
 }
 
-static void mti_params_unguard(mt_context *ctx, const mt_params *params) {
+static void mti_params_unlist(mt_context *ctx, const mt_params *params) {
     mti_parallel *p = mti_parallel_of(ctx);
-    mt_params **link = p ? &p->guard.registries : NULL;
-    while (link && *link && *link != params) link = &(*link)->next_guarded;
-    if (link && *link) *link = params->next_guarded;
+    mt_params **link = p ? &p->registries : NULL;
+    while (link && *link && *link != params) link = &(*link)->next_registry;
+    if (link && *link) *link = params->next_registry;
 }
 
 /* The same for a gradient of the program. It replaces what was in the memory before. is_whole 1: every tensor rank has

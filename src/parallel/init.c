@@ -68,7 +68,7 @@ static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
     if (status != MT_SUCCESS) mti_params_free(ctx, params);
     MT_TRY(status);
     params->placed = 1;
-    MT_TRY(mti_params_guard(params->ctx, params));
+    MT_TRY(mti_params_list(params->ctx, params));
     MT_TRY(mti_params_declare(ctx, params));
     MT_TRY(mt_arena_register(ctx, params->grid->tp));
     if (params->grads)

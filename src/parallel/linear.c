@@ -42,9 +42,9 @@ static mt_status mti_check_params(mt_context *ctx, const char *function, const m
     return bias ? mti_pointer_check(ctx, function, bias) : MT_SUCCESS;
 }
 
-MT_API mt_status mt_check_gradient(mt_context *ctx, const char *function, const mt_param *p) {
-    const mti_parallel *options = ctx ? mti_parallel_of(ctx) : NULL;
-    if (!ctx) return MT_ERR_ARGUMENT;
+/* mt_check_gradient for a layer whose product may write the gradient: the zeros are not filled in. */
+static mt_status mti_gradient_check(mt_context *ctx, const char *function, const mt_param *p) {
+    const mti_parallel *options = mti_parallel_of(ctx);
     if (!p) return MT_SUCCESS;
     if (!p->grad.data) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the gradient of '%s' is NULL", function, p->name);
     if (!p->registry) return MT_SUCCESS;
@@ -55,6 +55,19 @@ MT_API mt_status mt_check_gradient(mt_context *ctx, const char *function, const 
                        "ranks may be under way; call mt_sync_gradients_begin before the last backward of a step",
                        function, p->name);
     return mti_micro_batch_check(ctx, function, p, options ? options->micro_batch : 0);
+}
+
+MT_API mt_status mt_check_gradient(mt_context *ctx, const char *function, const mt_param *p) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mti_gradient_check(ctx, function, p));
+    return mti_gradient_fill(ctx, p);
+}
+
+MT_API mt_status mt_check_linear_gradients(mt_context *ctx, const char *function, const mt_parallel_linear *layer) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!layer) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the layer is NULL", function);
+    MT_TRY(mti_gradient_check(ctx, function, layer->weight));
+    return mti_gradient_check(ctx, function, layer->desc.skip_bias_add ? NULL : layer->bias);
 }
 
 MT_API mt_status mt_check_micro_batch(mt_context *ctx, const char *function, const mt_param *p, int64_t sequence) {
@@ -674,18 +687,24 @@ MT_API mt_status mt_parallel_linear_forward_shared(mt_context *ctx, const mt_par
 
 /* -- backward -- */
 
-/* Computes dW += dy^T x with dy [tokens, local features], and adds to the gradient of the bias. */
+/* Computes dW += dy^T x with dy [tokens, local features] (mti_gradient_beta), and adds to the gradient of the bias. */
 static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_parallel_linear *n, mt_tensor dy, mt_tensor x) {
     const mt_param *w = n->weight;
+    const float beta = mti_gradient_beta(w);
     int s;
     mti_gradient_added(w);
-    if (!mt_context_invariant(ctx))
-        return mt_linear_gradients(ctx, dy, x, w->grad, mti_own_bias(n) ? mti_own_bias(n)->grad : mt_none());
+    if (!mt_context_invariant(ctx)) {
+        MT_TRY(
+            mt_linear_gradients_beta(ctx, dy, x, beta, w->grad, mti_own_bias(n) ? mti_own_bias(n)->grad : mt_none()));
+        mti_gradient_written(w);
+        return MT_SUCCESS;
+    }
     if (mti_own_bias(n)) MT_TRY(mti_column_bias(ctx, mti_own_bias(n), dy, mt_bias_backward, 1));
     MT_TRY(mt_invariant_input(ctx, x, &x));
     for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, mt_shard_cols(dy, s, w->shards), x, 1.0f,
+        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, mt_shard_cols(dy, s, w->shards), x, beta,
                         mti_param_shard(w, w->grad, s)));
+    mti_gradient_written(w);
     return MT_SUCCESS;
 }
 
@@ -747,11 +766,13 @@ static mt_status mti_row_input_gradient(mt_context *ctx, const mt_parallel_linea
 
 /* Computes dW += dy^T x. */
 static mt_status mti_row_weight_gradient(mt_context *ctx, const mt_param *w, mt_tensor dy, mt_tensor x) {
+    const float beta = mti_gradient_beta(w);
     int s;
     mti_gradient_added(w);
     for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, dy, mt_shard_cols(x, s, w->shards), 1.0f,
+        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, dy, mt_shard_cols(x, s, w->shards), beta,
                         mti_param_shard(w, w->grad, s)));
+    mti_gradient_written(w);
     return MT_SUCCESS;
 }
 
@@ -837,8 +858,8 @@ static mt_status mti_backward_check(mt_context *ctx, const char *function, const
                       : mt_check_sent(ctx, function, n->tp, sp, "dy", dy, "dx", mt_none()));
     MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved.x", x));
     if (!l->columns && n->desc.add_to_dx) MT_TRY(mt_check_apart(ctx, function, "dx", dx, "dy", dy));
-    MT_TRY(mt_check_gradient(ctx, function, n->weight));
-    MT_TRY(mt_check_gradient(ctx, function, mti_own_bias(n)));
+    MT_TRY(mti_gradient_check(ctx, function, n->weight));
+    MT_TRY(mti_gradient_check(ctx, function, mti_own_bias(n)));
     if (l->columns || !mti_own_bias(n)) return MT_SUCCESS;
     return mt_check_tokens(ctx, function, mt_sequence_tokens(n->tp, sp, dy.rows));
 }

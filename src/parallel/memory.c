@@ -47,17 +47,22 @@ static void mti_params_cut(mt_params *params, int64_t *elements) {
     b->size = mt_round_up(mt_max(mt_min(size, *elements), 1), unit);
 }
 
-/* Gives every parameter its offset. Parameters whose gradients are summed over the tensor group as a whole come first,
-   in one piece. Those whose gradients are summed over the embedding group, or which have copies, follow, and then all
-   others. */
+/* Returns 0, 1 or 2: where a parameter lies. Those whose gradients are summed over the tensor group as a whole come
+   first, in one piece. Those whose gradients are summed over the embedding group, or which have copies, follow, and
+   then all others. */
+static int mti_param_third(const mt_param *p) {
+    int before = p->desc.shared_embedding || p->desc.copies > 1;
+    return p->desc.sequence_partial ? 0 : before ? 1 : 2;
+}
+
+/* Gives every parameter its offset. */
 static void mti_params_order(mt_params *params) {
     int64_t at = 0;
     int i, pass;
     for (pass = 0; pass < 3; pass++) {
         for (i = 0; i < params->count; i++) {
             const mt_param *p = params->list[i];
-            int before = p->desc.shared_embedding || p->desc.copies > 1;
-            if ((p->desc.sequence_partial ? 0 : before ? 1 : 2) != pass) continue;
+            if (mti_param_third(p) != pass) continue;
             mti_home_of(p)->offset = at;
             at += mti_param_slot(p);
         }

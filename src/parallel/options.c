@@ -27,7 +27,6 @@ typedef struct mti_own_gradient {
 
 /* What mti_guarded_sum_check knows. The oldest of more than MTI_NOTED_SUMS sums is forgotten. */
 typedef struct mti_guard {
-    mt_params *registries;
     mti_own_gradient *own;
     mti_noted_sum sums[MTI_NOTED_SUMS];
     int count, oldest;
@@ -42,6 +41,7 @@ typedef struct mti_parallel {
     mt_hash_log *hash_log; /* NULL: off */
     int64_t backwards;     /* backwards that mt_pipeline_run has begun in this context */
     int64_t micro_batch;   /* number of the backward that mt_pipeline_run runs now; 0: none */
+    mt_params *registries; /* those whose parameters have memory */
     mti_guard guard;       /* invariant mode */
 } mti_parallel;
 
@@ -52,6 +52,7 @@ static mti_parallel *mti_parallel_of(const mt_context *ctx) {
 static void mti_parallel_destroy(mt_context *ctx, void *memory) {
     mti_own_gradient *own = ((mti_parallel *)memory)->guard.own;
     mt_context_set_forget(ctx, NULL);
+    mt_context_set_graph_border(ctx, NULL);
     while (own) {
         mti_own_gradient *next = own->next;
         mt_host_free(own);

@@ -63,6 +63,7 @@ typedef struct mti_entry {
     mt_param param;
     mti_home home;
     int is_linear; /* 1: the weight of a linear layer */
+    int unwritten; /* 1: the gradient counts as zero, but its memory was not filled (mt_params_zero_grad_lazy) */
 } mti_entry;
 
 struct mt_params {
@@ -89,6 +90,8 @@ struct mt_params {
     int levels;               /* levels of the tree over the micro-batches of a rank */
     int64_t micro_batches;    /* micro-batches accumulated in this step */
     mti_gradient_state state; /* of all gradients */
+    int lazy;                 /* 1: the step began with mt_params_zero_grad_lazy */
+    int unwritten;            /* number of parameters with mti_entry.unwritten */
     int recorded;             /* 1: a call that changes or reads the state was recorded in a CUDA graph */
     const mt_param *added;    /* with MTI_GRADIENTS_ADDED: the first parameter to whose gradient a layer has added */
     /* the micro-batch whose gradients are added: of mt_pipeline_run (positive) or mt_check_micro_batch (negative) */
@@ -96,7 +99,7 @@ struct mt_params {
     mt_multi_tensor *squares; /* the gradients, for the norm */
     mti_buffer *buffers;      /* the newest first */
     int buffer_count;
-    mt_params *next_guarded; /* see mti_parallel.guarded */
+    mt_params *next_registry; /* see mti_parallel.registries */
 };
 
 static mt_status mti_host_new(mt_context *ctx, size_t bytes, void **out) {
@@ -272,7 +275,7 @@ static size_t mti_grads_bytes(const mt_params *params) {
 }
 
 static void mti_params_forget(mt_context *ctx, const mt_params *params); /* below */
-static void mti_params_unguard(mt_context *ctx, const mt_params *params);
+static void mti_params_unlist(mt_context *ctx, const mt_params *params);
 
 /* Frees values, gradients, subtrees and the room, as far as they are the registry's. */
 static void mti_params_free(mt_context *ctx, mt_params *params) {
@@ -297,7 +300,7 @@ MT_API void mt_params_destroy(mt_params *params) {
     mti_params_unpack(params);
     while (params->buffers) mti_params_free_buffer(params);
     if (params->placed) mti_params_forget(ctx, params);
-    mti_params_unguard(ctx, params);
+    mti_params_unlist(ctx, params);
     mti_params_free(ctx, params);
     for (i = 0; i < params->count; i++) mt_host_free(params->list[i]);
     mt_host_free(params->list);

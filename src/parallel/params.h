@@ -54,11 +54,12 @@ typedef struct mt_param_desc {
 } mt_param_desc;
 
 /* A parameter on this rank. value (in the registry's type) and grad (MT_F32) are this rank's shard [local rows, local
-   cols], contiguous. They are valid after mt_params_init, or after mt_params_bind of all values; callers may read
-   and write them. When an optimizer has masters (16-bit parameters without stochastic_rounding), its next step
-   overwrites what was written to value: also write the master, with mt_optimizer_scatter and MT_MASTER. In invariant
-   mode value and grad hold the rank's virtual shards one after the other, each of them contiguous. A matrix that is
-   split by columns is then [shards * rows, local_features / shards]. */
+   cols], contiguous. They are valid after mt_params_init, or after mt_params_bind of all values; callers may read and
+   write them (grad in a step that begins with mt_params_zero_grad_lazy: after mt_param_touch_grad). When an optimizer
+   has masters (16-bit parameters without stochastic_rounding), its next step overwrites what was written to value: also
+   write the master, with mt_optimizer_scatter and MT_MASTER. In invariant mode value and grad hold the rank's virtual
+   shards one after the other, each of them contiguous. A matrix that is split by columns is then [shards * rows,
+   local_features / shards]. */
 typedef struct mt_param {
     mt_param_desc desc; /* desc.name points to name */
     char name[MT_NAME_MAX];
@@ -186,6 +187,26 @@ MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t see
    mt_params_bind without mt_params_init, calls that add to the gradients or sum them are MT_ERR_ARGUMENT.
    MT_ERR_ARGUMENT: the parameters have no memory yet. */
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params);
+
+/* Does the same, but does not write the zeros of the weights of linear layers. They count as zero, and the first
+   product of a backward that would add to such a gradient writes it instead. That saves a fill, and the read of one
+   product. All calls of the library see zeros where nothing was written: mt_sync_gradients, the norm, the optimizer,
+   mt_param_gather, the hash log. The results have the same bits, except that an element of a gradient may be -0 where
+   it would be +0. That takes a sum of products that underflows; norm and optimizer give the same bits for both.
+   In such a step, a program that reads or writes param->grad of such a weight itself (with its own code, an operator of
+   mt_kernels.cuh or a collective) first calls mt_param_touch_grad, unless a backward of the layer, mt_sync_gradients or
+   mt_grad_norm came before. So does a program that writes all gradients by hand. Otherwise it reads what the memory
+   held before, or what it has written is lost. In check mode the memory holds NaN until then. mt_check_gradient
+   includes mt_param_touch_grad. A program that cannot say who reads its gradients calls mt_params_zero_grad.
+   With CUDA graphs, the zeros that are left out are filled in before a recording, at its end, and before a launch. So
+   record the products in the graph that has this call.
+   MT_ERR_ARGUMENT: the parameters have no memory yet, or ctx is not the context of the registry. */
+MT_API mt_status mt_params_zero_grad_lazy(mt_context *ctx, mt_params *params);
+
+/* Fills the gradient of a parameter with zeros if it counts as zero and nothing has written it since
+   mt_params_zero_grad_lazy. Otherwise it does nothing. Afterwards the memory of param->grad is the gradient, which the
+   program may read, overwrite and add to. MT_ERR_ARGUMENT: param is NULL. */
+MT_API mt_status mt_param_touch_grad(mt_context *ctx, const mt_param *param);
 
 /* Packs the weights of the linear layers for inference, with mt_gemm_pack (mt_kernels.cuh): the weights that the create
    functions of linear layers and of blocks have added to the registry or taken from another layer, such as a tied head.

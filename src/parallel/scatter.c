@@ -1,7 +1,7 @@
 /* ---- whole tensors and shards of parameters ---------------------------------------------------------------------- */
 
 #pragma once
-#include "bind.c"
+#include "gradients.c"
 #include "../comm/context.c"
 
 MT_API const mt_grid *mt_params_grid(const mt_params *params) { return params ? params->grid : NULL; }
@@ -99,7 +99,8 @@ static mt_status mti_shard_copy(mt_context *ctx, const mt_param *p, int rank, mt
     return MT_SUCCESS;
 }
 
-/* Checks a shard of p and another pointer, which the message calls host_name. */
+/* Checks a shard of p and another pointer, which the message calls host_name. Fills in the zeros of a gradient that has
+   none yet. */
 static mt_status mti_shard_check(mt_context *ctx, const char *function, const mt_param *p, mt_tensor shard,
                                  const char *host_name, const void *host) {
     if (!ctx) return MT_ERR_ARGUMENT;
@@ -113,7 +114,7 @@ static mt_status mti_shard_check(mt_context *ctx, const char *function, const mt
                        "%s: the shard of '%s' is [%lld, %lld], contiguous; got [%lld, %lld], ld %lld", function,
                        p->name, (long long)p->value.rows, (long long)p->value.cols, (long long)shard.rows,
                        (long long)shard.cols, (long long)mt_tensor_ld(shard));
-    return MT_SUCCESS;
+    return shard.data == p->grad.data ? mti_gradient_fill(ctx, p) : MT_SUCCESS;
 }
 
 MT_API mt_status mt_param_scatter(mt_context *ctx, const mt_param *param, const float *global, mt_tensor shard) {

@@ -88,7 +88,7 @@ static mt_status mti_sync_tensor_ranks(mt_context *ctx, mt_params *params) {
 
 /* The finished subtrees form a binary counter: micro-batch n (from 0) joins as many subtrees as n has trailing one
    bits, so at most log2(n) subtrees are kept. All sums over micro-batches use this function, as sums over virtual
-   shards use mti_shard_tree. Sets the gradients to zero for the next micro-batch. */
+   shards use mti_shard_tree. Makes the gradients zero for the next micro-batch. */
 static mt_status mti_accumulate_gradients(mt_context *ctx, mt_params *params) {
     int64_t n = params->micro_batches, level;
     MT_TRY(mti_sync_tensor_ranks(ctx, params));
@@ -111,6 +111,7 @@ MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
                        function, (long long)params->micro_batches, params->grid->dp_size,
                        mt_context_invariant_data(ctx));
     MT_TRY(mti_gradients_open(ctx, function, params->list[0]));
+    MT_TRY(mti_gradients_fill(ctx, params, 0, params->count));
     mt_check_pause(ctx);
     status = mt_check_resume(ctx, mti_accumulate_gradients(ctx, params));
     mti_gradients_set(params, status == MT_SUCCESS ? MTI_GRADIENTS_ZEROED : MTI_GRADIENTS_UNDEFINED);
@@ -176,6 +177,7 @@ MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, cons
                            function, params->list[i]->name);
         params->list[i]->final = 1;
     }
+    MT_TRY(mti_gradients_fill(ctx, params, first->index, last->index + 1)); /* the sums read them */
     mti_buckets_advance(params);
     return mti_buckets_send(ctx, params, params->buckets.final);
 }
@@ -251,6 +253,7 @@ static mt_status mti_sync_gradients(mt_context *ctx, mt_params *params) {
 MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params) {
     mt_status status;
     MT_TRY(mti_sync_check(ctx, params));
+    MT_TRY(mti_gradients_fill(ctx, params, 0, params->count));
     MT_TRY(mti_computed_note(ctx, params));
     mt_check_pause(ctx);
     status = mt_check_resume(ctx, mti_sync_gradients(ctx, params));
