@@ -1562,6 +1562,7 @@ typedef struct gpt_model {
     uint64_t step;
     const int32_t *tokens;
     int created;
+    int eager; /* 1: mt_params_zero_grad instead of mt_params_zero_grad_lazy */
 } gpt_model;
 
 #define GPT_TOKENS 4096                    /* enough for every size */
@@ -1655,7 +1656,7 @@ static mt_status gpt_step(gpt_model *m) {
     float norm = 0;
     int stages = m->place.grid.pp_size;
     m->step++;
-    MT_TRY(mt_params_zero_grad(ctx, m->params));
+    MT_TRY((m->eager ? mt_params_zero_grad : mt_params_zero_grad_lazy)(ctx, m->params));
     for (int64_t i = 0; i < m->count && stages == 1; i += m->micro) MT_TRY(gpt_micro_batch(m, m->first + i));
     if (stages > 1) MT_TRY(gpt_pipeline(m));
     MT_TRY(mt_sync_gradients(ctx, m->params));
@@ -2224,6 +2225,49 @@ static mt_status item_invariant(worker *w) {
 static mt_status item_invariant_many(worker *w) {
     price many = {"GPT of 17M, 8 x 256 tokens, TP=8", &gpt_of_8_heads, MANY_RANKS, 8, {0}, {0}};
     return prices_item(w, &many, 1);
+}
+
+/* ---- item zero_grad ---------------------------------------------------------------------------------------------- */
+
+/* A model twice, with the two calls that make its gradients zero. */
+typedef struct zeroed {
+    const char *name;
+    gpt_size size;
+    gpt_model eager, lazy;
+} zeroed;
+
+static mt_status run_eager(worker *w, int arg) { return gpt_step(&((zeroed *)w->item)[arg].eager); }
+static mt_status run_lazy(worker *w, int arg) { return gpt_step(&((zeroed *)w->item)[arg].lazy); }
+
+static mt_status zero_grad_measure(worker *w, zeroed *list, int count) {
+    bench_case cases[MAX_CASES];
+    for (int i = 0; i < count; i++) {
+        MT_TRY(gpt_create(w, &list[i].eager, 1, 1, 0, &list[i].size));
+        MT_TRY(gpt_create(w, &list[i].lazy, 1, 1, 0, &list[i].size));
+        list[i].eager.eager = 1;
+        cases[2 * i] = (bench_case){run_eager, i, 1, 0};
+        cases[2 * i + 1] = (bench_case){run_lazy, i, 1, 0};
+    }
+    w->item = list;
+    MT_TRY(measure(w, cases, 2 * count));
+    for (int i = 0; i < count; i++) {
+        row("zero_grad", list[i].name, case_time(w->team, 2 * i, 1e3), "ms", 0, NULL);
+        row("zero_grad", "  mt_params_zero_grad_lazy", case_time(w->team, 2 * i + 1, 1e3), "ms",
+            case_ratio(w->team, 2 * i + 1, 2 * i, 1), "times mt_params_zero_grad");
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status item_zero_grad(worker *w) {
+    zeroed list[] = {{"GPT of 17M, 1 x 64 tokens", {4, 512, 8, 8192, 256, 64, 1, 0, 0, MT_RECOMPUTE_NONE, MT_F32}},
+                     {"GPT of 17M, 8 x 256 tokens", {4, 512, 8, 8192, 256, 256, 8, 0, 0, MT_RECOMPUTE_NONE, MT_F32}},
+                     {"bf16, 1 x 64 tokens", {4, 512, 8, 8192, 256, 64, 1, 0, 0, MT_RECOMPUTE_NONE, MT_BF16}}};
+    mt_status status = zero_grad_measure(w, list, 3);
+    for (int i = 0; i < 3; i++) {
+        gpt_destroy(&list[i].eager);
+        gpt_destroy(&list[i].lazy);
+    }
+    return status;
 }
 
 /* ---- item collectives -------------------------------------------------------------------------------------------- */
@@ -3398,6 +3442,7 @@ static const item items[] = {
     {"decode", "generation with a key/value cache, batch 1: 64 tokens after a prompt of 64", item_decode, RANKS},
     {"invariant", "training step in invariant mode, beside the default", item_invariant, RANKS},
     {"invariant", "8 ranks", item_invariant_many, MANY_RANKS},
+    {"zero_grad", "training step with each of the calls that make gradients zero, one rank", item_zero_grad, 1},
     {"plan",
      "training step of small GPTs, measured and predicted; rates of products from the shapes of these steps, of other "
      "operators from another model (hidden 384)",
