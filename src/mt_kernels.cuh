@@ -129,6 +129,7 @@ extern "C" {
 #include "ops/panels.c"
 #include "ops/amx.c"
 #include "ops/ptx.cuh"
+#include "ops/ptx_hopper.cuh"
 #include "ops/tile.cuh"
 #include "ops/numbers.c"
 #include "ops/operator.c"

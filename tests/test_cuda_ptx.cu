@@ -239,12 +239,135 @@ static void test_reciprocal(void **state) {
     assert_true(y[0] == 0.0f && y[1] == 0.0f && y[2] == 1.0f && isnan(y[3]) && isinf(y[4]));
 }
 
+/* ---- wgmma ------------------------------------------------------------------------------------------------------- */
+
+#define DEPTH 64 /* of the products: rows of 128 bytes, 4 instructions */
+
+/* Whether the kernels below run: the GPU has compute capability 9.0, and nvcc has compiled them for sm_90a. */
+static int hopper(void) {
+    int device = 0, major = 0, minor = 0;
+    cudaFuncAttributes attributes;
+    CUDA_OK(cudaGetDevice(&device));
+    CUDA_OK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    CUDA_OK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+    CUDA_OK(cudaFuncGetAttributes(&attributes, (const void *)mti_hopper_probe_kernel));
+    return major == 9 && minor == 0 && attributes.sharedSizeBytes >= 4096;
+}
+#define NEEDS_HOPPER                                                                                                   \
+    (void)state;                                                                                                       \
+    if (!hopper()) skip()
+
+/* Writes element i of row r of a tile of 128-byte rows, as the PTX manual has the 128-byte swizzle. */
+static __device__ void put(unsigned char *tile, int r, int i, uint16_t x) {
+    int at = r * 128 + i * 2;
+    *(uint16_t *)(tile + (at ^ (at >> 7 & 7) << 4)) = x;
+}
+
+/* d [128, N] += a [128, 64] b [64, N]: two warpgroups, with 64 rows each. b is [N, 64] in shared memory, or with TransB
+   [64, N] in blocks of 64 columns. With RS, a comes from registers. */
+template <int N, bool BF16, int TransB, bool RS>
+static __global__ void wgmma_kernel(const uint16_t *a, const uint16_t *b, float *d) {
+#if MTI_SM90A
+    MT_DYN_SHARED(unsigned char, room);
+    unsigned char *at = mti_align_1024(room), *bt = at + 128 * 128;
+    int t = (int)threadIdx.x, group = t / 128, lane = t % 32, row = t / 32 * 16 + lane / 4;
+    float acc[N / 8][4];
+    uint32_t ra[DEPTH / 16][4];
+    for (int i = t; i < 128 * DEPTH; i += 256) put(at, i / DEPTH, i % DEPTH, a[i]);
+    for (int i = t; i < N * DEPTH; i += 256) { /* b [64, N] */
+        int k = i / N, n = i % N;
+        if (TransB) put(bt + n / 64 * 128 * DEPTH, k, n % 64, b[i]);
+        else put(bt, n, k, b[i]);
+    }
+    mti_fence_proxy_async();
+    MT_DEVICE_UNROLL
+    for (int j = 0; j < N / 8; j++)
+        for (int e = 0; e < 4; e++) acc[j][e] = d[(row + e / 2 * 8) * N + j * 8 + lane % 4 * 2 + e % 2];
+    MT_DEVICE_UNROLL
+    for (int x = 0; x < DEPTH / 16; x++)
+        for (int r = 0; r < 4; r++)
+            ra[x][r] = *(const uint32_t *)(a + (row + r % 2 * 8) * DEPTH + x * 16 + r / 2 * 8 + lane % 4 * 2);
+    __syncthreads();
+    uint64_t ad = mti_wgmma_tile(at + group * 64 * 128, 16, 1024);
+    uint64_t bd = mti_wgmma_tile(bt, TransB ? 128 * DEPTH : 16, 1024);
+    mti_wgmma_fence();
+    MT_DEVICE_UNROLL
+    for (int x = 0; x < DEPTH / 16; x++) {
+        uint64_t here = bd + (uint64_t)(x * 16 * (TransB ? 128 : 2) / 16);
+        if constexpr (RS) mti_wgmma_rs<N, BF16, TransB>(acc, ra[x], here, 1);
+        else mti_wgmma_ss<N, BF16, TransB>(acc, ad + (uint64_t)(x * 32 / 16), here, 1);
+    }
+    mti_wgmma_commit();
+    mti_wgmma_wait<0>();
+    MT_DEVICE_UNROLL
+    for (int j = 0; j < N / 8; j++)
+        for (int e = 0; e < 4; e++) d[(row + e / 2 * 8) * N + j * 8 + lane % 4 * 2 + e % 2] = acc[j][e];
+#else
+    (void)a, (void)b, (void)d;
+#endif
+}
+
+template <int N, bool BF16, int TransB, bool RS> static void wgmma(void) {
+    static uint16_t a[128 * DEPTH], b[DEPTH * 256];
+    static float d[128 * 256];
+    int bytes = 896 + 128 * 128 + (N + 63) / 64 * 64 * 128;
+    for (int i = 0; i < 128 * DEPTH; i++) a[i] = small(a_of(i / DEPTH, i % DEPTH), BF16);
+    for (int i = 0; i < DEPTH * N; i++) b[i] = small(b_of(i / N, i % N), BF16);
+    for (int i = 0; i < 128 * N; i++) d[i] = (float)c_of(i / N, i % N);
+    uint16_t *on_a = (uint16_t *)to_gpu(a, sizeof a), *on_b = (uint16_t *)to_gpu(b, sizeof b);
+    float *on_d = (float *)to_gpu(d, sizeof d);
+    CUDA_OK(cudaFuncSetAttribute((const void *)wgmma_kernel<N, BF16, TransB, RS>,
+                                 cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    MT_LAUNCH_KERNEL((wgmma_kernel<N, BF16, TransB, RS>), 1, 256, bytes, 0, on_a, on_b, on_d);
+    from_gpu(d, on_d, sizeof d);
+    CUDA_OK(cudaFree(on_a));
+    CUDA_OK(cudaFree(on_b));
+    for (int i = 0; i < 128 * N; i++) {
+        int expected = c_of(i / N, i % N);
+        for (int k = 0; k < DEPTH; k++) expected += a_of(i / N, k) * b_of(k, i % N);
+        if ((int)d[i] != expected) fail_msg("row %d, column %d: %g, expected %d", i / N, i % N, (double)d[i], expected);
+    }
+}
+
+template <int N> static void wgmma_all(void) {
+    wgmma<N, true, 0, false>(), wgmma<N, true, 1, false>(), wgmma<N, false, 0, false>(), wgmma<N, false, 1, false>();
+    wgmma<N, true, 0, true>(), wgmma<N, true, 1, true>(), wgmma<N, false, 0, true>(), wgmma<N, false, 1, true>();
+}
+
+static void test_wgmma_64(void **state) {
+    NEEDS_HOPPER;
+    wgmma_all<64>();
+}
+
+static void test_wgmma_96(void **state) {
+    NEEDS_HOPPER;
+    wgmma_all<96>();
+}
+
+static void test_wgmma_128(void **state) {
+    NEEDS_HOPPER;
+    wgmma_all<128>();
+}
+
+static void test_wgmma_192(void **state) {
+    NEEDS_HOPPER;
+    wgmma_all<192>();
+}
+
+static void test_wgmma_256(void **state) {
+    NEEDS_HOPPER;
+    wgmma_all<256>();
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_cp_async), cmocka_unit_test(test_cp_async_groups),
-        cmocka_unit_test(test_ldmatrix), cmocka_unit_test(test_ldmatrix_trans),
-        cmocka_unit_test(test_mma_bf16), cmocka_unit_test(test_mma_f16),
-        cmocka_unit_test(test_ex2),      cmocka_unit_test(test_reciprocal),
+        cmocka_unit_test(test_cp_async),  cmocka_unit_test(test_cp_async_groups),
+        cmocka_unit_test(test_ldmatrix),  cmocka_unit_test(test_ldmatrix_trans),
+        cmocka_unit_test(test_mma_bf16),  cmocka_unit_test(test_mma_f16),
+        cmocka_unit_test(test_ex2),       cmocka_unit_test(test_reciprocal),
+        cmocka_unit_test(test_wgmma_64),  cmocka_unit_test(test_wgmma_96),
+        cmocka_unit_test(test_wgmma_128), cmocka_unit_test(test_wgmma_192),
+        cmocka_unit_test(test_wgmma_256),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

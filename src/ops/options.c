@@ -28,6 +28,7 @@ typedef struct mti_kernels {
     uintptr_t packed_from, packed_to; /* all their weights are between these addresses */
     int built_for;                    /* see mti_built_for; 0 before its first call */
     int tiles;                        /* see mti_tiles_open; 0 before its first call, otherwise 1 or -1 */
+    int hopper;                       /* see mti_hopper_built; 0 before its first call, otherwise 1 or -1 */
     mt_sum_check sum_check;           /* see mt_set_sum_check; NULL: none */
 } mti_kernels;
 

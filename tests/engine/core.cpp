@@ -75,6 +75,10 @@ static const char *state_name(State state) {
     case State::runnable: return "runnable";
     case State::at_barrier: return "at the barrier";
     case State::in_collective: return "in the warp collective";
+    case State::in_warpgroup: return "in the instruction of a warpgroup";
+    case State::at_registers: return "in setmaxnreg";
+    case State::at_mbarrier: return "at the mbarrier";
+    case State::at_named_barrier: return "at the named barrier";
     default: return "exited";
     }
 }
@@ -92,7 +96,7 @@ static void print_threads() {
         if (same) continue;
         lines_left--;
         fprintf(stderr, "    from thread %u: %s", i, state_name(t->state));
-        if (t->state == State::at_barrier || t->state == State::in_collective)
+        if (t->state != State::runnable && t->state != State::exited)
             fprintf(stderr, " at %s:%d", t->where.file, t->where.line);
         if (t->state == State::in_collective) fprintf(stderr, ", mask %08x", t->mask);
         fprintf(stderr, "\n");
@@ -435,7 +439,12 @@ void collective(Collective complete, unsigned mask, void *operands, Where where)
     else run_next();
 }
 
-void complete_syncwarp(Warp *warp, unsigned) { warp->epoch++; }
+static void exchange_clocks(Warp *warp, unsigned group); // hopper.h
+
+void complete_syncwarp(Warp *warp, unsigned group) {
+    warp->epoch++;
+    exchange_clocks(warp, group);
+}
 
 template <class Operands> static Operands *operands_of(Warp *warp, unsigned lane) {
     return static_cast<Operands *>(warp->lanes[lane]->operands);
@@ -573,6 +582,11 @@ void complete_mma_f16(Warp *warp, unsigned group) { complete_mma(warp, group, f1
 
 static constexpr int copy_bytes = 16;
 
+enum class Writer { store, copy, copy_in_flight };
+
+static void check_product_order(const Thread *t, const void *p, size_t bytes);              // hopper.h
+static void note_shared_write(const Thread *t, const void *p, size_t bytes, Writer writer); // hopper.h
+
 static void perform(Thread *t, const PendingCopy &copy) {
     if (copy.source_bytes) access(t, copy.source, (size_t)copy.source_bytes, Access::read, nullptr);
     access(t, copy.destination, copy_bytes, Access::copy_end, nullptr);
@@ -595,12 +609,14 @@ size_t copies_that_read() { return copies_with_source; }
 void copy_async(void *destination, const void *source, int source_bytes) {
     check_copy(destination, source, source_bytes);
     copies_with_source += source_bytes > 0;
-    PendingCopy copy = {static_cast<char *>(destination), static_cast<const char *>(source), source_bytes,
-                        current->copy_group};
-    access(current, destination, copy_bytes, Access::copy_begin, __builtin_return_address(0));
     bool early = config().copy == CopyTime::early || (config().copy == CopyTime::random && random_below(2));
+    PendingCopy copy = {static_cast<char *>(destination), static_cast<const char *>(source), source_bytes,
+                        current->copy_group, early};
+    check_product_order(current, destination, copy_bytes);
+    note_shared_write(current, destination, copy_bytes, Writer::copy_in_flight);
+    access(current, destination, copy_bytes, Access::copy_begin, __builtin_return_address(0));
     if (early) perform(current, copy);
-    else current->copies.push_back(copy);
+    current->copies.push_back(copy);
 }
 
 void copy_commit() { current->copy_group++; }
@@ -609,8 +625,12 @@ void copy_wait(int groups_left) {
     Thread *t = current;
     size_t kept = 0;
     for (const PendingCopy &copy : t->copies) {
-        if (copy.group < t->copy_group - groups_left) perform(t, copy);
-        else t->copies[kept++] = copy;
+        if (copy.group >= t->copy_group - groups_left) {
+            t->copies[kept++] = copy;
+            continue;
+        }
+        if (!copy.moved) perform(t, copy);
+        note_shared_write(t, copy.destination, copy_bytes, Writer::copy);
     }
     t->copies.resize(kept);
 }
@@ -650,18 +670,22 @@ static void check_shared_size(size_t bytes, const char *name) {
         fail("shared memory takes %zu bytes with '%s', more than %zu", shared_bytes + bytes, name, config().shared);
 }
 
+// Fills the arena with 0xff up to the offset `end`.
+static void clear_shared(size_t end) {
+    if (end > shared_arena_bytes) fail("too many arrays in shared memory");
+    ASAN_UNPOISON_MEMORY_REGION(arena + arena_used, end - arena_used);
+    memset(arena + arena_used, unwritten, end - arena_used);
+    ASAN_POISON_MEMORY_REGION(arena + arena_used, end - arena_used);
+    arena_used = end;
+}
+
 // Appends an array and a red zone to the arena, and fills both with 0xff.
 static void *new_shared_array(const void *key, size_t bytes, size_t alignment, const char *name) {
     alignment = std::max<size_t>(alignment, 16);
     size_t offset = (arena_used + alignment - 1) / alignment * alignment;
-    size_t end = offset + bytes + shared_red_zone;
-    if (end > shared_arena_bytes) fail("too many arrays in shared memory");
     char *begin = shared_arena() + offset;
-    ASAN_UNPOISON_MEMORY_REGION(arena + arena_used, end - arena_used);
-    memset(arena + arena_used, unwritten, end - arena_used);
-    ASAN_POISON_MEMORY_REGION(arena + arena_used, end - arena_used);
+    clear_shared(offset + bytes + shared_red_zone);
     ASAN_UNPOISON_MEMORY_REGION(begin, bytes);
-    arena_used = end;
     shared_bytes += bytes;
     arrays.push_back({key, begin, bytes, name});
     checker_shared_new(begin, bytes);
@@ -701,9 +725,16 @@ static void begin_shared_memory() {
     arena_used = 0;
     shared_bytes = 0;
     block.dynamic_shared = nullptr;
-    if (running->dynamic_shared)
-        block.dynamic_shared = new_shared_array(nullptr, running->dynamic_shared, 128, "dynamic shared memory");
+    if (!running->dynamic_shared) return;
+    clear_shared(128); // so that the address is no multiple of 256
+    block.dynamic_shared = new_shared_array(nullptr, running->dynamic_shared, 128, "dynamic shared memory");
 }
+
+} // namespace mte
+
+#include "hopper.h"
+
+namespace mte {
 
 // ---- blocks --------------------------------------------------------------------------------------------------------
 
@@ -715,6 +746,7 @@ static void leave(Thread *t) {
     for (unsigned lane = 0; lane < warp_lanes; lane++)
         if (t->warp->waiting >> lane & 1) try_complete(t->warp, t->warp->lanes[lane]->mask);
     if (block.live && block.arrived == block.live) complete_barrier();
+    leave_hopper(t);
 }
 
 static void note_scheduler_stack() {
@@ -776,6 +808,7 @@ static void begin_block(unsigned linear) {
     block.live = block.threads;
     checker_block_begins();
     begin_shared_memory();
+    begin_hopper();
     free_all_fibers();
     queue_head = 0;
     queue_length = 0;
@@ -787,6 +820,7 @@ static void run_block(unsigned linear) {
     scheduler.stack_low = nullptr;
     prepare_scheduler();
     switch_to_thread(&scheduler, next_thread(), false);
+    if (!ended_by_failure) end_hopper();
     check_shared_red_zones();
 }
 

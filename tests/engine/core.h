@@ -50,16 +50,27 @@ struct Warp;
 // Completes a collective for the lanes in the mask `group`. All of them have arrived.
 typedef void (*Collective)(Warp *warp, unsigned group);
 
-enum class State { runnable, at_barrier, in_collective, exited };
+enum class State {
+    runnable,
+    at_barrier,
+    in_collective,
+    in_warpgroup,
+    at_registers,
+    at_mbarrier,
+    at_named_barrier,
+    exited
+};
 
 struct PendingCopy {
     char *destination;
     const char *source;
     int source_bytes;
     int group;
+    bool moved; // the data has been moved early
 };
 
 struct Fiber;
+struct Warpgroup;
 
 struct Thread {
     uint3 index;
@@ -74,6 +85,7 @@ struct Thread {
     Where where;
     Collective collective;
     unsigned mask;
+    void (*step)(Warpgroup *group);
     void *operands;
 
     std::vector<PendingCopy> copies;
@@ -167,6 +179,45 @@ void copy_commit();
 void copy_wait(int groups_left);
 size_t copies_that_read(); // the number of copies so far with source_bytes > 0
 
+// ---- compute capability 9.0 (hopper.h) -----------------------------------------------------------------------------
+
+constexpr unsigned warpgroup_threads = 128;
+
+struct WgmmaOperands {
+    float *d;          // of the thread
+    const uint32_t *a; // of the thread; NULL: A is the tile
+    uint64_t a_tile;
+    uint64_t b_tile;
+    unsigned columns;
+    bool bf16;
+    bool transposed; // B
+    bool add;
+};
+
+// The operands of the other instructions of a warpgroup.
+struct StepOperands {
+    int value;
+    int increases; // setmaxnreg.inc
+};
+
+uint64_t wgmma_tile(const void *tile, unsigned lead, unsigned stride);
+void wgmma(const WgmmaOperands &operands, Where where);
+void wgmma_fence(Where where);
+void wgmma_commit(Where where);
+void wgmma_wait(int groups_left, Where where);
+void set_registers(int count, bool increases, Where where);
+void fence_proxy_async();
+void named_barrier(int id, int threads, bool waits, Where where);
+void mbarrier_init(uint64_t *b, unsigned count);
+void mbarrier_arrive(uint64_t *b, Where where);
+void mbarrier_wait(uint64_t *b, unsigned parity, Where where);
+
+// For the checker. The clock of a thread; whether what `earlier` did at its clock `clock` precedes what `now` does.
+uint32_t clock_of(const Thread *t);
+bool precedes(unsigned earlier, uint32_t clock, const Thread *now);
+// Checks that no product reads the bytes in shared memory before or unordered with a write, and notes the write.
+void write_shared(const Thread *t, const void *p, size_t bytes);
+
 // ---- shared memory -------------------------------------------------------------------------------------------------
 
 constexpr size_t shared_arena_bytes = 320 << 10;
@@ -192,7 +243,9 @@ struct Config {
     Order threads;
     Order blocks;
     CopyTime copy;
+    CopyTime wgmma;
     Schedule streams;
+    bool hopper;
     bool protect;
     int devices;
     size_t memory; // bytes per device

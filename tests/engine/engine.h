@@ -13,9 +13,12 @@
 //     MTE_THREADS   which thread of a block runs next: fifo (default), lifo, random
 //     MTE_BLOCKS    the order in which blocks run: fifo (default), lifo, random
 //     MTE_CP        when cp.async moves its data: late (default), early, random; always late with check.cpp
+//     MTE_WGMMA     when wgmma reads its operands and computes: late (default): at the wait; early: when it is issued;
+//                   random
 //     MTE_STREAMS   when an operation runs: eager (default): as soon as it can; lazy: only when the host waits for it;
 //                   greedy: while the host waits, operations that it does not wait for run first; random
 //     MTE_SEED      seed of all random choices (0)
+//     MTE_HOPPER    0: the program has no code for sm_90a, see mti_hopper_built (1)
 //     MTE_PROTECT   1: host code that touches device memory crashes (0)
 //     MTE_DEVICES   number of devices (8)
 //     MTE_MEMORY    memory of each device in MiB (4096)
@@ -116,7 +119,7 @@ void launch_kernel(const char *name, void (*kernel)(P...), dim3 grid, dim3 threa
     type(&name)[count] = *reinterpret_cast<type(*)[count]>(                                                            \
         ::mte::shared_array(&mte_site_of_##name, sizeof(type) * (count), alignof(type), #name))
 
-// The launch's dynamic shared memory, 128-byte aligned.
+// The launch's dynamic shared memory, 128-byte aligned, and not more than that.
 #define MT_DYN_SHARED(type, name) type *name = reinterpret_cast<type *>(::mte::block.dynamic_shared)
 
 // ---- barriers, warp collectives ------------------------------------------------------------------------------------
@@ -437,6 +440,39 @@ inline void mti_mma_16816_f16(float *d, const uint32_t *a, const uint32_t *b, MT
     ::mte::MmaOperands operands = {d, a, b};
     ::mte::collective(::mte::complete_mma_f16, 0xffffffffu, &operands, where);
 }
+
+// wgmma.mma_async.sync.aligned.m64nNk16.f32.{bf16.bf16,f16.f16}, and the instructions around it
+template <class T> inline T *mti_align_1024(T *p) {
+    return reinterpret_cast<T *>((reinterpret_cast<uintptr_t>(p) + 1023) / 1024 * 1024);
+}
+inline uint64_t mti_wgmma_tile(const void *tile, unsigned lead, unsigned stride) {
+    return ::mte::wgmma_tile(tile, lead, stride);
+}
+template <int N, bool BF16, int TransB>
+inline void mti_wgmma_ss(float (&d)[N / 8][4], uint64_t a, uint64_t b, int add, MTE_PLACE) {
+    ::mte::wgmma({&d[0][0], nullptr, a, b, N, BF16, TransB != 0, add != 0}, where);
+}
+template <int N, bool BF16, int TransB>
+inline void mti_wgmma_rs(float (&d)[N / 8][4], const uint32_t *a, uint64_t b, int add, MTE_PLACE) {
+    ::mte::wgmma({&d[0][0], a, 0, b, N, BF16, TransB != 0, add != 0}, where);
+}
+inline void mti_wgmma_fence(MTE_PLACE) { ::mte::wgmma_fence(where); }
+inline void mti_wgmma_commit(MTE_PLACE) { ::mte::wgmma_commit(where); }
+template <int Pending> inline void mti_wgmma_wait(MTE_PLACE) { ::mte::wgmma_wait(Pending, where); }
+inline void mti_fence_proxy_async() { ::mte::fence_proxy_async(); }
+
+// setmaxnreg.{inc,dec}.sync.aligned.u32
+template <int Registers> inline void mti_setmaxnreg_inc(MTE_PLACE) { ::mte::set_registers(Registers, true, where); }
+template <int Registers> inline void mti_setmaxnreg_dec(MTE_PLACE) { ::mte::set_registers(Registers, false, where); }
+
+// bar.sync and bar.arrive with a number of threads
+inline void mti_named_sync(int id, int threads, MTE_PLACE) { ::mte::named_barrier(id, threads, true, where); }
+inline void mti_named_arrive(int id, int threads, MTE_PLACE) { ::mte::named_barrier(id, threads, false, where); }
+
+// mbarrier.init, mbarrier.arrive, and mbarrier.try_wait.parity in a loop
+inline void mti_mbarrier_init(uint64_t *b, unsigned count) { ::mte::mbarrier_init(b, count); }
+inline void mti_mbarrier_arrive(uint64_t *b, MTE_PLACE) { ::mte::mbarrier_arrive(b, where); }
+inline void mti_mbarrier_wait(uint64_t *b, unsigned parity, MTE_PLACE) { ::mte::mbarrier_wait(b, parity, where); }
 
 #undef MTE_PLACE
 

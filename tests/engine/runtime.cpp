@@ -66,7 +66,9 @@ static Config read_config() {
     c.threads = static_cast<Order>(environment_choice("MTE_THREADS", {"fifo", "lifo", "random"}));
     c.blocks = static_cast<Order>(environment_choice("MTE_BLOCKS", {"fifo", "lifo", "random"}));
     c.copy = copy_time();
+    c.wgmma = static_cast<CopyTime>(environment_choice("MTE_WGMMA", {"late", "early", "random"}));
     c.streams = static_cast<Schedule>(environment_choice("MTE_STREAMS", {"eager", "lazy", "random", "greedy"}));
+    c.hopper = environment_number("MTE_HOPPER", 1) != 0;
     c.protect = environment_number("MTE_PROTECT", 0) != 0;
     c.devices = std::clamp(environment_number("MTE_DEVICES", 8), 0, kElsewhere);
     c.memory = (size_t)environment_number("MTE_MEMORY", 4096) << 20;
@@ -1231,6 +1233,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *fu
     attributes->numRegs = 64;
     attributes->binaryVersion = 10 * compute_major + compute_minor;
     attributes->ptxVersion = ptx_arch;
+    attributes->sharedSizeBytes = config().hopper && ptx_arch >= 90 ? 4096 : 0; // what mti_hopper_probe_kernel asks for
     return result(cudaSuccess);
 }
 
