@@ -3319,9 +3319,9 @@ static __device__ __forceinline__ float mti_reciprocal(float x) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* Only code for sm_90a has these instructions: nvcc's -arch=sm_90 and older or newer architectures refuse them. A kernel
-   that uses them has an empty body where MTI_SM90A is 0, and mti_hopper_built tells the host whether the program has
-   the others. */
+/* Only code for sm_90a has these instructions: nvcc refuses them for -arch=sm_90 and for older and newer GPUs. A kernel
+   that uses them has an empty body where MTI_SM90A is 0. mti_hopper_built tells the host whether the program has the
+   other bodies. */
 #if defined(MT_CUDA_ENGINE) || !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define MTI_SM90A 1
 #else

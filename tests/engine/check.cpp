@@ -3,8 +3,8 @@
 // Kernels are compiled with -fsanitize=thread, but linked against the hooks below instead of the sanitizer's library,
 // so every load and store of a kernel calls a hook. A shadow cell for every 4 bytes of device and shared memory keeps
 // the last accesses. An access is reported when it conflicts with one of these and is not ordered after it by a
-// barrier, __syncwarp, __threadfence with atomics, or stream order. The checker tests the order, not the timing, so one
-// schedule is enough to find a race.
+// barrier, __syncwarp, mbarriers and named barriers (the clocks of hopper.h), __threadfence with atomics, or stream
+// order. The checker tests the order, not the timing, so one schedule is enough to find a race.
 //
 // Build all files with -DMTE_CHECK, and the kernels with -fsanitize=thread in addition; link without it. With gcc, a
 // store `*p = f()` of a structure that f returns is seen only when f is inlined. clang needs the objcopy of build.sh.
@@ -41,6 +41,7 @@ enum : uint8_t { is_atomic = 1, is_write = 2, is_pending = 4, is_whole = 8 };
 struct Record {
     uint32_t operation; // id; 0: the record is empty
     uint32_t block;
+    uint32_t clock; // of the thread, see hopper.h
     uint16_t thread;
     uint16_t barrier_epoch;
     uint16_t warp_epoch;
@@ -184,8 +185,9 @@ static const char *conflict(const Record &earlier, const Record &now, bool share
     if (earlier.thread == now.thread || earlier.barrier_epoch != now.barrier_epoch) return nullptr;
     bool same_warp = earlier.thread / warp_lanes == now.thread / warp_lanes;
     if (same_warp && earlier.warp_epoch != now.warp_epoch) return nullptr;
+    if (precedes(earlier.thread, earlier.clock, now.thread)) return nullptr;
     return same_warp ? "race in a warp: no __syncwarp between the two accesses"
-                     : "race in a block: no __syncthreads between the two accesses";
+                     : "race in a block: no __syncthreads between the two accesses, and no arrival and wait";
 }
 
 // ---- reports -------------------------------------------------------------------------------------------------------
@@ -234,7 +236,8 @@ static void complain(const Here &here, const char *kind, const Record *earlier) 
 
 static bool same_origin(const Record &a, const Record &b) {
     return a.operation == b.operation && a.block == b.block && a.thread == b.thread &&
-           a.barrier_epoch == b.barrier_epoch && a.warp_epoch == b.warp_epoch && a.flags == b.flags;
+           a.barrier_epoch == b.barrier_epoch && a.warp_epoch == b.warp_epoch && a.clock == b.clock &&
+           a.flags == b.flags;
 }
 
 static bool same_epoch(const Record &a, const Record &b) {
@@ -242,7 +245,8 @@ static bool same_epoch(const Record &a, const Record &b) {
 }
 
 // Stores `now` in one of the two slots. A slot with a record of the same origin takes the bytes of `now`. Otherwise
-// `now` replaces slot 0, or slot 1 if slot 0 is of the same epoch and `now` does not overwrite all its bytes.
+// `now` replaces slot 0, or slot 1 if slot 0 is of the same epoch, is not ordered before `now` by the clocks, and `now`
+// does not overwrite all its bytes.
 static void keep(Record slots[2], const Record &now) {
     for (int i = 0; i < 2; i++)
         if (same_origin(slots[i], now)) {
@@ -250,7 +254,8 @@ static void keep(Record slots[2], const Record &now) {
             return;
         }
     bool overwritten = (now.flags & is_write) && !(slots[0].bytes & ~now.bytes);
-    bool first_matters = same_epoch(slots[0], now) && !overwritten;
+    bool overtaken = !(slots[0].bytes & ~now.bytes) && precedes(slots[0].thread, slots[0].clock, now.thread);
+    bool first_matters = same_epoch(slots[0], now) && !overwritten && !overtaken;
     slots[first_matters ? 1 : 0] = now;
 }
 
@@ -309,6 +314,11 @@ static void access_cells(Shadow *shadow, Record now, Access kind, const Here &he
     }
 }
 
+static void access_shared(const Thread *t, const Record &now, Access kind, const Here &here) {
+    access_cells(&shared_shadow, now, kind, here);
+    if (kind == Access::write || kind == Access::atomic) write_shared(t, here.p, here.bytes);
+}
+
 static uint8_t flags_of(Access kind) {
     switch (kind) {
     case Access::read: return 0;
@@ -344,7 +354,8 @@ static const char *device_fault(const void *p, size_t bytes) {
 void access(const Thread *t, const void *p, size_t bytes, Access kind, const void *code) {
     if (on_kernel_stack(p)) return;
     Here here = {p, bytes, kind != Access::read, code};
-    Record now = {operation_id(), block.linear, (uint16_t)t->linear, block.epoch, t->warp->epoch, flags_of(kind), 0};
+    Record now = {operation_id(), block.linear,   clock_of(t),    (uint16_t)t->linear,
+                  block.epoch,    t->warp->epoch, flags_of(kind), 0};
     if (in_device_range(p)) {
         if (const char *wrong = device_fault(p, bytes)) {
             complain(here, wrong, nullptr);
@@ -353,7 +364,7 @@ void access(const Thread *t, const void *p, size_t bytes, Access kind, const voi
         if (kind == Access::atomic) note_atomic(t, p);
         access_cells(&device_shadow, now, kind, here);
     } else if (p >= shared_arena() && p < shared_arena() + shared_arena_bytes) {
-        if (in_shared_array(p, bytes)) access_cells(&shared_shadow, now, kind, here);
+        if (in_shared_array(p, bytes)) access_shared(t, now, kind, here);
         else complain(here, "out of bounds of shared memory", nullptr);
     } else if (!kernel_may_touch(p, bytes)) {
         complain(here, "host memory used by a kernel", nullptr);
@@ -368,7 +379,7 @@ void access_range(const void *p, size_t bytes, bool write) {
         complain(here, "out of bounds", nullptr);
         return;
     }
-    Record now = {operation_id(), 0, 0, 0, 0, (uint8_t)(is_whole | (write ? is_write : 0)), 0};
+    Record now = {operation_id(), 0, 0, 0, 0, 0, (uint8_t)(is_whole | (write ? is_write : 0)), 0};
     access_cells(&device_shadow, now, write ? Access::write : Access::read, here);
 }
 

@@ -214,7 +214,7 @@ void mbarrier_wait(uint64_t *b, unsigned parity, Where where);
 
 // For the checker. The clock of a thread; whether what `earlier` did at its clock `clock` precedes what `now` does.
 uint32_t clock_of(const Thread *t);
-bool precedes(unsigned earlier, uint32_t clock, const Thread *now);
+bool precedes(unsigned earlier, uint32_t clock, unsigned now);
 // Checks that no product reads the bytes in shared memory before or unordered with a write, and notes the write.
 void write_shared(const Thread *t, const void *p, size_t bytes);
 

@@ -8,6 +8,10 @@
 // MT_SHARED or MT_DYN_SHARED, and use one wrapper function per PTX instruction. Not supported: cooperative groups,
 // __activemask, textures, and blocks that wait for other blocks (blocks run one after the other).
 //
+// Of compute capability 9.0 it has wgmma with tiles in the 128-byte swizzle, mbarriers, named barriers and setmaxnreg
+// (hopper.h). The arrays of a product, accumulators and registers of A, must live until its wait. A register of A that
+// is written after wgmma.fence but before the product is not seen.
+//
 // Environment variables select the order of kernels and stream operations, among the orders that CUDA permits:
 //
 //     MTE_THREADS   which thread of a block runs next: fifo (default), lifo, random

@@ -25,9 +25,7 @@ static bool clocks_run;                                      // the block uses w
 
 uint32_t clock_of(const Thread *t) { return clocks_run ? known[t->linear][t->linear] : 1; }
 
-bool precedes(unsigned earlier, uint32_t clock, const Thread *now) {
-    return clocks_run && known[now->linear][earlier] >= clock;
-}
+bool precedes(unsigned earlier, uint32_t clock, unsigned now) { return clocks_run && known[now][earlier] >= clock; }
 
 static void start_clocks() {
     if (clocks_run) return;
@@ -98,7 +96,7 @@ static Moment moment_of(const Thread *t) { return {clock_of(t), block.epoch}; }
 
 static bool before(unsigned thread, Moment when, const Thread *now) {
     return thread / warp_lanes == now->linear / warp_lanes || when.epoch != block.epoch ||
-           precedes(thread, when.clock, now);
+           precedes(thread, when.clock, now->linear);
 }
 
 static size_t piece_of(const void *p) { return (size_t)((const char *)p - shared_arena()) / piece_bytes; }

@@ -25,7 +25,7 @@ MTE_THREADS=lifo
 MTE_PROTECT=1
 MTE_THREADS=random,MTE_STREAMS=random,MTE_BLOCKS=random,MTE_SEED=1'
 
-# Prints the schedules of a variant: every order of threads with every order of streams and blocks. cp.async and
+# Prints the schedules of a variant: every order of threads with every order of streams and blocks. cp.async, wgmma and
 # protection alternate. The checker needs late copies. The checker and the sanitizers are slow and depend less on the
 # schedule, so they run a quarter of the schedules.
 schedules() {
@@ -37,8 +37,9 @@ schedules() {
                 if [ "$1" != fast ] && [ $((number % 4)) != 0 ]; then continue; fi
                 case $((number % 3)) in 0) copies=late ;; 1) copies=early ;; *) copies=random ;; esac
                 if [ "$1" = checked ]; then copies=late; fi
+                case $((number % 5)) in 0) products=late ;; 1 | 2) products=early ;; *) products=random ;; esac
                 orders="MTE_THREADS=$threads,MTE_STREAMS=$streams,MTE_BLOCKS=$blocks,MTE_CP=$copies"
-                echo "$orders,MTE_SEED=$number,MTE_PROTECT=$((number % 2))"
+                echo "$orders,MTE_WGMMA=$products,MTE_SEED=$number,MTE_PROTECT=$((number % 2))"
             done
         done
     done
