@@ -257,60 +257,67 @@ static int hopper(void) {
     (void)state;                                                                                                       \
     if (!hopper()) skip()
 
-/* Writes element i of row r of a tile of 128-byte rows, as the PTX manual has the 128-byte swizzle. */
-static __device__ void put(unsigned char *tile, int r, int i, uint16_t x) {
-    int at = r * 128 + i * 2;
+/* Writes element i of row r of a tile, as the PTX manual has the 128-byte swizzle: 64 elements of 8 rows take 1024
+   bytes. `stride` bytes behind them are those of the next 8 rows, `lead` bytes behind them the next 64 of these
+   rows. */
+static __device__ void put(unsigned char *tile, int lead, int stride, int r, int i, uint16_t x) {
+    int at = i / 64 * lead + r / 8 * stride + r % 8 * 128 + i % 64 * 2;
     *(uint16_t *)(tile + (at ^ (at >> 7 & 7) << 4)) = x;
 }
 
-/* d [128, N] += a [128, 64] b [64, N]: two warpgroups, with 64 rows each. b is [N, 64] in shared memory, or with TransB
-   [64, N] in blocks of 64 columns. With RS, a comes from registers. */
+/* The accumulators of a thread: element e of d[j] is row row_of(t, e), column col_of(t, j, e). */
+static __device__ int row_of(int t, int e) { return t / 32 * 16 + t % 32 / 4 + e / 2 * 8; }
+static __device__ int col_of(int t, int j, int e) { return j * 8 + t % 4 * 2 + e % 2; }
+
+/* d [128, N] = a [128, 64] b [64, N] + (add ? d : 0): two warpgroups, with 64 rows each. b is [N, 64] in shared memory,
+   or with TransB [64, N]. With RS, a comes from registers. */
 template <int N, bool BF16, int TransB, bool RS>
-static __global__ void wgmma_kernel(const uint16_t *a, const uint16_t *b, float *d) {
+static __global__ void wgmma_kernel(const uint16_t *a, const uint16_t *b, float *d, int add, int lead, int stride) {
 #if MTI_SM90A
     MT_DYN_SHARED(unsigned char, room);
-    unsigned char *at = mti_align_1024(room), *bt = at + 128 * 128;
-    int t = (int)threadIdx.x, group = t / 128, lane = t % 32, row = t / 32 * 16 + lane / 4;
+    unsigned char *at = mti_align_1024(room), *bt = at + 16 * stride;
+    int t = (int)threadIdx.x;
     float acc[N / 8][4];
     uint32_t ra[DEPTH / 16][4];
-    for (int i = t; i < 128 * DEPTH; i += 256) put(at, i / DEPTH, i % DEPTH, a[i]);
+    for (int i = t; i < 128 * DEPTH; i += 256) put(at, 0, stride, i / DEPTH, i % DEPTH, a[i]);
     for (int i = t; i < N * DEPTH; i += 256) { /* b [64, N] */
         int k = i / N, n = i % N;
-        if (TransB) put(bt + n / 64 * 128 * DEPTH, k, n % 64, b[i]);
-        else put(bt, n, k, b[i]);
+        put(bt, lead, stride, TransB ? k : n, TransB ? n : k, b[i]);
     }
     mti_fence_proxy_async();
     MT_DEVICE_UNROLL
     for (int j = 0; j < N / 8; j++)
-        for (int e = 0; e < 4; e++) acc[j][e] = d[(row + e / 2 * 8) * N + j * 8 + lane % 4 * 2 + e % 2];
+        for (int e = 0; e < 4; e++) acc[j][e] = d[row_of(t, e) * N + col_of(t, j, e)];
     MT_DEVICE_UNROLL
     for (int x = 0; x < DEPTH / 16; x++)
-        for (int r = 0; r < 4; r++)
-            ra[x][r] = *(const uint32_t *)(a + (row + r % 2 * 8) * DEPTH + x * 16 + r / 2 * 8 + lane % 4 * 2);
+        for (int r = 0; r < 4; r++) /* the layout of mma.sync */
+            ra[x][r] = *(const uint32_t *)(a + row_of(t, r % 2 * 2) * DEPTH + x * 16 + r / 2 * 8 + t % 4 * 2);
     __syncthreads();
-    uint64_t ad = mti_wgmma_tile(at + group * 64 * 128, 16, 1024);
-    uint64_t bd = mti_wgmma_tile(bt, TransB ? 128 * DEPTH : 16, 1024);
+    uint64_t ad = mti_wgmma_tile(at + t / 128 * 8 * stride, 16, (unsigned)stride);
+    uint64_t bd = mti_wgmma_tile(bt, TransB ? (unsigned)lead : 16, (unsigned)stride);
     mti_wgmma_fence();
     MT_DEVICE_UNROLL
     for (int x = 0; x < DEPTH / 16; x++) {
-        uint64_t here = bd + (uint64_t)(x * 16 * (TransB ? 128 : 2) / 16);
-        if constexpr (RS) mti_wgmma_rs<N, BF16, TransB>(acc, ra[x], here, 1);
-        else mti_wgmma_ss<N, BF16, TransB>(acc, ad + (uint64_t)(x * 32 / 16), here, 1);
+        uint64_t here = bd + (uint64_t)((TransB ? x * 2 * stride : x * 32) / 16);
+        if constexpr (RS) mti_wgmma_rs<N, BF16, TransB>(acc, ra[x], here, x > 0 || add);
+        else mti_wgmma_ss<N, BF16, TransB>(acc, ad + (uint64_t)(x * 32 / 16), here, x > 0 || add);
     }
     mti_wgmma_commit();
     mti_wgmma_wait<0>();
     MT_DEVICE_UNROLL
     for (int j = 0; j < N / 8; j++)
-        for (int e = 0; e < 4; e++) d[(row + e / 2 * 8) * N + j * 8 + lane % 4 * 2 + e % 2] = acc[j][e];
+        for (int e = 0; e < 4; e++) d[row_of(t, e) * N + col_of(t, j, e)] = acc[j][e];
 #else
-    (void)a, (void)b, (void)d;
+    (void)a, (void)b, (void)d, (void)add, (void)lead, (void)stride;
 #endif
 }
 
-template <int N, bool BF16, int TransB, bool RS> static void wgmma(void) {
+/* `gap`: bytes between groups of 8 rows. */
+template <int N, bool BF16, int TransB, bool RS> static void wgmma(int add, int gap) {
     static uint16_t a[128 * DEPTH], b[DEPTH * 256];
     static float d[128 * 256];
-    int bytes = 896 + 128 * 128 + (N + 63) / 64 * 64 * 128;
+    int stride = 1024 + gap, lead = TransB ? DEPTH / 8 * stride : 0;
+    int bytes = 896 + 16 * stride + (TransB ? (N + 63) / 64 * lead : N / 8 * stride);
     for (int i = 0; i < 128 * DEPTH; i++) a[i] = small(a_of(i / DEPTH, i % DEPTH), BF16);
     for (int i = 0; i < DEPTH * N; i++) b[i] = small(b_of(i / N, i % N), BF16);
     for (int i = 0; i < 128 * N; i++) d[i] = (float)c_of(i / N, i % N);
@@ -318,20 +325,22 @@ template <int N, bool BF16, int TransB, bool RS> static void wgmma(void) {
     float *on_d = (float *)to_gpu(d, sizeof d);
     CUDA_OK(cudaFuncSetAttribute((const void *)wgmma_kernel<N, BF16, TransB, RS>,
                                  cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    MT_LAUNCH_KERNEL((wgmma_kernel<N, BF16, TransB, RS>), 1, 256, bytes, 0, on_a, on_b, on_d);
+    MT_LAUNCH_KERNEL((wgmma_kernel<N, BF16, TransB, RS>), 1, 256, bytes, 0, on_a, on_b, on_d, add, lead, stride);
     from_gpu(d, on_d, sizeof d);
     CUDA_OK(cudaFree(on_a));
     CUDA_OK(cudaFree(on_b));
     for (int i = 0; i < 128 * N; i++) {
-        int expected = c_of(i / N, i % N);
+        int expected = add ? c_of(i / N, i % N) : 0;
         for (int k = 0; k < DEPTH; k++) expected += a_of(i / N, k) * b_of(k, i % N);
         if ((int)d[i] != expected) fail_msg("row %d, column %d: %g, expected %d", i / N, i % N, (double)d[i], expected);
     }
 }
 
 template <int N> static void wgmma_all(void) {
-    wgmma<N, true, 0, false>(), wgmma<N, true, 1, false>(), wgmma<N, false, 0, false>(), wgmma<N, false, 1, false>();
-    wgmma<N, true, 0, true>(), wgmma<N, true, 1, true>(), wgmma<N, false, 0, true>(), wgmma<N, false, 1, true>();
+    wgmma<N, true, 0, false>(1, 0), wgmma<N, true, 1, false>(0, 0), wgmma<N, false, 0, false>(0, 0);
+    wgmma<N, false, 1, false>(1, 0), wgmma<N, true, 0, true>(0, 0), wgmma<N, true, 1, true>(1, 0);
+    wgmma<N, false, 0, true>(1, 0), wgmma<N, false, 1, true>(0, 0);
+    wgmma<N, true, 0, false>(1, 1024), wgmma<N, true, 1, false>(1, 1024);
 }
 
 static void test_wgmma_64(void **state) {
@@ -359,6 +368,142 @@ static void test_wgmma_256(void **state) {
     wgmma_all<256>();
 }
 
+/* The product of a [64, 64] tile with its transpose, and in a second group twice this product. The first wait is for
+   the first group. */
+static __global__ void wgmma_groups_kernel(const uint16_t *a, float *d) {
+#if MTI_SM90A
+    MT_DYN_SHARED(unsigned char, room);
+    unsigned char *tile = mti_align_1024(room);
+    int t = (int)threadIdx.x;
+    float first[8][4], second[8][4];
+    for (int i = t; i < 64 * DEPTH; i += 128) put(tile, 0, 1024, i / DEPTH, i % DEPTH, a[i]);
+    mti_fence_proxy_async();
+    __syncthreads();
+    uint64_t td = mti_wgmma_tile(tile, 16, 1024);
+    mti_wgmma_fence();
+    MT_DEVICE_UNROLL
+    for (int x = 0; x < 4; x++) mti_wgmma_ss<64, true, 0>(first, td + (uint64_t)(2 * x), td + (uint64_t)(2 * x), x > 0);
+    mti_wgmma_commit();
+    MT_DEVICE_UNROLL
+    for (int x = 0; x < 8; x++)
+        mti_wgmma_ss<64, true, 0>(second, td + (uint64_t)(x % 4 * 2), td + (uint64_t)(x % 4 * 2), x > 0);
+    mti_wgmma_commit();
+    mti_wgmma_wait<1>();
+    MT_DEVICE_UNROLL
+    for (int j = 0; j < 8; j++)
+        for (int e = 0; e < 4; e++) d[row_of(t, e) * 64 + col_of(t, j, e)] = first[j][e];
+    mti_wgmma_wait<0>();
+    MT_DEVICE_UNROLL
+    for (int j = 0; j < 8; j++)
+        for (int e = 0; e < 4; e++) d[(64 + row_of(t, e)) * 64 + col_of(t, j, e)] = second[j][e];
+#else
+    (void)a, (void)d;
+#endif
+}
+
+static void test_wgmma_groups(void **state) {
+    static uint16_t a[64 * DEPTH];
+    static float d[128 * 64];
+    NEEDS_HOPPER;
+    for (int i = 0; i < 64 * DEPTH; i++) a[i] = small(a_of(i / DEPTH, i % DEPTH), 1);
+    uint16_t *on_a = (uint16_t *)to_gpu(a, sizeof a);
+    float *on_d = (float *)to_gpu(d, sizeof d);
+    MT_LAUNCH_KERNEL(wgmma_groups_kernel, 1, 128, 896 + 64 * 128, 0, on_a, on_d);
+    from_gpu(d, on_d, sizeof d);
+    CUDA_OK(cudaFree(on_a));
+    for (int i = 0; i < 128 * 64; i++) {
+        int expected = 0;
+        for (int k = 0; k < DEPTH; k++) expected += a_of(i / 64 % 64, k) * a_of(i % 64, k);
+        assert_int_equal((int)d[i], i < 64 * 64 ? expected : 2 * expected);
+    }
+}
+
+/* ---- mbarriers, named barriers, registers ------------------------------------------------------------------------ */
+
+#define HANDED 40 /* rows of 128 numbers, through a ring of 3 */
+
+/* The first warpgroup copies rows to a ring, and two others read them backwards. The second adds what the third has
+   read before it, which it gets through named barriers. */
+static __global__ void __launch_bounds__(384, 1) handover_kernel(const int *from, int *to) {
+#if MTI_SM90A
+    MT_SHARED(uint64_t, barriers, 6);
+    MT_SHARED(int4, ring, 3 * 32);
+    MT_SHARED(int, other, 128);
+    int t = (int)threadIdx.x % 128, group = (int)threadIdx.x / 128, sum = 0;
+    if (threadIdx.x < 3) mti_mbarrier_init(barriers + t, 32), mti_mbarrier_init(barriers + 3 + t, 256);
+    __syncthreads();
+    if (group == 0) {
+        mti_setmaxnreg_dec<24>();
+        for (int i = 0; i < HANDED && t < 32; i++) {
+            mti_mbarrier_wait(barriers + 3 + i % 3, (unsigned)(i / 3 + 1) & 1);
+            mti_cp_async16(ring + i % 3 * 32 + t, from + i * 128 + t * 4, 16);
+            mti_cp_async_commit();
+            mti_cp_async_wait<0>();
+            mti_mbarrier_arrive(barriers + i % 3);
+        }
+        return;
+    }
+    mti_setmaxnreg_inc<240>();
+    for (int i = 0; i < HANDED; i++) {
+        mti_mbarrier_wait(barriers + i % 3, (unsigned)(i / 3) & 1);
+        sum += ((const int *)(ring + i % 3 * 32))[127 - t];
+        mti_mbarrier_arrive(barriers + 3 + i % 3);
+        if (group == 2) {
+            if (i > 0) mti_named_sync(2, 256);
+            other[t] = sum;
+            mti_named_arrive(1, 256);
+        } else {
+            mti_named_sync(1, 256);
+            to[i * 128 + t] = sum + other[127 - t];
+            if (i < HANDED - 1) mti_named_arrive(2, 256);
+        }
+    }
+#else
+    (void)from, (void)to;
+#endif
+}
+
+static void test_handover(void **state) {
+    static int from[HANDED * 128], to[HANDED * 128];
+    NEEDS_HOPPER;
+    for (int i = 0; i < HANDED * 128; i++) from[i] = (i * 7919 + 13) % 1000;
+    int *in = (int *)to_gpu(from, sizeof from), *out = (int *)to_gpu(to, sizeof to);
+    MT_LAUNCH_KERNEL(handover_kernel, 1, 384, 0, 0, in, out);
+    from_gpu(to, out, sizeof to);
+    CUDA_OK(cudaFree(in));
+    for (int t = 0; t < 128; t++)
+        for (int i = 0, sum = 0; i < HANDED; i++) {
+            sum += from[i * 128 + 127 - t] + from[i * 128 + t];
+            assert_int_equal(to[i * 128 + t], sum);
+        }
+}
+
+/* ---- the code that the program has ------------------------------------------------------------------------------- */
+
+static int hopper_built(mt_device device) {
+    mt_context_desc desc = {};
+    mt_context *ctx = NULL;
+    int built = -1, again = -1;
+    desc.device = device;
+    assert_int_equal(mt_context_create(NULL, &desc, &ctx), MT_SUCCESS);
+    assert_int_equal(mti_hopper_built(ctx, &built), MT_SUCCESS);
+    assert_int_equal(mti_hopper_built(ctx, &again), MT_SUCCESS);
+    assert_int_equal(built, again);
+    mt_context_destroy(ctx);
+    return built;
+}
+
+static void test_hopper_built(void **state) {
+    (void)state;
+    assert_int_equal(hopper_built(MT_DEVICE_CUDA), hopper());
+#if defined(MT_CUDA_ENGINE)
+    mte::set_ptx_arch(80); /* a program for sm_80 */
+    assert_int_equal(hopper(), 0);
+    assert_int_equal(hopper_built(MT_DEVICE_CUDA), 0);
+    mte::set_ptx_arch(90);
+#endif
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_cp_async),  cmocka_unit_test(test_cp_async_groups),
@@ -367,7 +512,8 @@ int main(void) {
         cmocka_unit_test(test_ex2),       cmocka_unit_test(test_reciprocal),
         cmocka_unit_test(test_wgmma_64),  cmocka_unit_test(test_wgmma_96),
         cmocka_unit_test(test_wgmma_128), cmocka_unit_test(test_wgmma_192),
-        cmocka_unit_test(test_wgmma_256),
+        cmocka_unit_test(test_wgmma_256), cmocka_unit_test(test_wgmma_groups),
+        cmocka_unit_test(test_handover),  cmocka_unit_test(test_hopper_built),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
