@@ -1,7 +1,8 @@
 #!/bin/sh
 # Compares the machine code that nvcc makes of the kernels, for sm_80 and sm_90, with the limits in tests/sass.txt. The
 # first comment there describes them. Prints a table of all kernels; the head of tests/sass.awk describes its columns.
-# Kernels over their budget of instructions are marked.
+# Kernels over their budget of instructions are marked. For sm_90a, only the kernels in tests/hopper_kernels.cu are
+# compiled: those that are empty for all other architectures. ptxas must not serialise their products.
 #
 #   sh tests/sass.sh                  one line per check, closing line "N passed, N failed, N skipped"
 #   sh tests/sass.sh --self-test      only checks that these checks find what they are meant to find; needs no nvcc
@@ -19,7 +20,7 @@ build=${MT_BUILD_DIR:-build}/sass
 mkdir -p "$build" || exit 1
 build=$(cd "$build" && pwd)
 check_log=$build/check.log check_lines=100
-archs=${MT_SASS_ARCHS:-80 90}
+archs=${MT_SASS_ARCHS:-80 90 90a}
 list=$PWD/tests/sass.txt
 newline='
 '
@@ -54,8 +55,15 @@ release() { nvcc --version | sed -n 's/.*release \([0-9.]*\),.*/\1/p'; }
 
 # compile ARCH: writes what `measure` reads
 compile() {
-    nvcc -O3 -std=c++17 "-arch=sm_$1" -cubin -Xptxas -v -I. -x cu tests/package/implementation.c \
-            -o "$build/$1.cubin" >"$build/$1.log" 2>&1 || { cat "$build/$1.log"; return 1; }
+    case $1 in
+    *a) set -- "$1" tests/hopper_kernels.cu -w -Isrc -DMT_HAS_CUDA=1 ;;
+    *) set -- "$1" tests/package/implementation.c ;;
+    esac
+    arch=$1
+    shift
+    nvcc -O3 -std=c++17 "-arch=sm_$arch" -cubin -Xptxas -v -I. -x cu "$@" -o "$build/$arch.cubin" \
+        >"$build/$arch.log" 2>&1 || { cat "$build/$arch.log"; return 1; }
+    set -- "$arch"
     cuobjdump -sass "$build/$1.cubin" >"$build/$1.sass" && cuobjdump -elf "$build/$1.cubin" >"$build/$1.elf"
 }
 
@@ -105,6 +113,12 @@ instruction_lines() {
     sed -n -e 's/^[ \t]*Function : /F /p' -e 's|^ */\*\([0-9a-f]*\)\*/ *\(.*[^ ]\) *;.*|I \1 \2|p' "$1"
 }
 
+# no_warning ARCH: ptxas says that it serialises products of a warpgroup in warnings C7510 to C7519
+no_warning() { grep -e 'C751[0-9]' -e '[Ss]erializ' "$build/$1.log" | fail_on_output; }
+
+# of_interest ARCH: the head and the lines of the kernels that are meant to be compiled for this architecture
+of_interest() { case $1 in *a) grep -e '^thrd ' -e ' mti_hopper_' ;; *) cat ;; esac; }
+
 # measure ARCH: writes the table of an architecture
 measure() {
     {
@@ -112,7 +126,7 @@ measure() {
         resource_lines "$build/$1.log"
         launch_and_branch_lines "$build/$1.elf"
         instruction_lines "$build/$1.sass"
-    } | awk -f tests/sass.awk >"$build/$1.table" && [ "$(wc -l <"$build/$1.table")" -gt 1 ]
+    } | awk -f tests/sass.awk | of_interest "$1" >"$build/$1.table" && [ "$(wc -l <"$build/$1.table")" -gt 1 ]
 }
 
 # ---- comparing -----------------------------------------------------------------------------------------------------
@@ -229,6 +243,7 @@ worse() {
             used[r] = 1
             count(r)
             if (lacks) complain("pass " lacks " of its rule moves no bytes")
+            if (kernel ~ /^mti_hopper_/) of[arch, kernel] = 1
             least("bl", wanted[r])
             most("spill", allowed[r])
             if (!((arch, kernel) in has)) { complain("not in tests/sass.txt"); next }
@@ -249,6 +264,10 @@ worse() {
         }
         END {
             for (key in has) { split(key, part, SUBSEP); print "sm_" part[1] ", " part[2] ": there is no such kernel" }
+            for (key in of) {
+                split(key, part, SUBSEP)
+                if (index(archs, " 90a ") && !(("90a", part[2]) in of)) print part[2] ": not compiled for sm_90a"
+            }
             for (i = 1; i <= rules; i++) if (!used[i]) print "the rule of " pattern[i] " is for no kernel"
         }'
 }
@@ -368,6 +387,23 @@ shows() {
     tr -s ' ' <"$build/said" | grep -q -e " $1\$"
 }
 
+serialised_is_found() {
+    no_warning 90 || return 1
+    echo "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized" \
+        >>"$build/90.log"
+    ! no_warning 90
+}
+
+# The list has mti_hopper_d for both architectures, but the one for sm_90a is not compiled.
+missing_is_found() {
+    (
+        archs="90 90a"
+        sed 's/mti_b/mti_hopper_d/' "$build/90.table" >"$build/90b.table" && mv "$build/90b.table" "$build/90.table"
+        sed '/mti_hopper_d/d' "$build/90.table" >"$build/90a.table"
+        worse | grep -e '^mti_hopper_d: not compiled for sm_90a$'
+    )
+}
+
 self_test() {
     check "what is measured in a small disassembly" fake_is_measured
     check "the list that was written is kept" says ""
@@ -398,6 +434,8 @@ mti_b: 0.19 instructions per byte, not at most -" '90.sass=s/HMMA.16816.F32/HADD
         '90.sass=s|.*/[*]0050.*|&\n        /*0058*/ FMUL R4, R4, R4 ;|'
     check "a new kernel is found" says "mti_b: not in tests/sass.txt" 'list.txt=/^  90.* mti_b$/d'
     check "a lost kernel is found" says "mti_d: there is no such kernel" 'list.txt=s/^\(  90.*\)mti_b$/&\n\1mti_d/'
+    check "a product that ptxas serialises is found" serialised_is_found
+    check "a kernel that is missing for sm_90a is found" missing_is_found
     check "a kernel without a rule is found" says "mti_b: no rule" 'list.txt=/^rule.*mti_b$/d'
     check "a rule without a kernel is found" says "the rule of mti_d" 'list.txt=s/^rule.*mti_b$/&\nrule 1 0 - - mti_d/'
 }
@@ -413,6 +451,7 @@ kernels() {
     for arch in $archs; do
         check "the kernels compile for sm_$arch" compile "$arch"
         check "the machine code of sm_$arch can be read" measure "$arch"
+        check "no products of sm_$arch are serialised" no_warning "$arch"
     done
     [ "$failed" -eq 0 ] || return
     if [ "${1:-}" = update ]; then
@@ -432,7 +471,7 @@ case ${1:-} in
     kernels
     ;;
 --self-test) make_fake; self_test ;;
---update) archs="80 90"; kernels update ;;
+--update) archs="80 90 90a"; kernels update ;;
 *) sed -n '6,8s/^# *//p' "$0" >&2; exit 2 ;;
 esac
 closing_line

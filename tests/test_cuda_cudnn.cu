@@ -155,7 +155,7 @@ static mti_attention seen(const call *k, int backwards) {
 static const char *row_of(const call *k, int backwards, int capability) {
     mti_attention a = seen(k, backwards);
     OK(mti_cudnn_prepare(&a));
-    return mti_attention_choose(&a, capability, 90)->name;
+    return mti_attention_choose(&a, capability, 90, 0)->name;
 }
 
 /* ---- against the CPU --------------------------------------------------------------------------------------------- */

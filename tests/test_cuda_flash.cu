@@ -164,6 +164,32 @@ static call call_new(const config *c, float size) {
     return k;
 }
 
+/* Tells the context whether the program has code for sm_90a: 1 or -1. 0: it has not asked yet. Test cases come twice:
+   with the kernels that wgmma has, and (with mma in their names) without them. */
+static void set_hopper(int built) {
+    mti_kernels *k = NULL;
+    OK(mti_kernels_open(gpu, &k));
+    k->hopper = built;
+}
+
+static int without_hopper(void **state) {
+    (void)state;
+    set_hopper(-1);
+    return 0;
+}
+
+static int with_hopper(void **state) {
+    (void)state;
+    set_hopper(0);
+    return 0;
+}
+
+static int has_hopper() {
+    int built = 0;
+    OK(mti_hopper_built(gpu, &built));
+    return built;
+}
+
 static void run(const call *k) {
     OK(mt_attention_forward(gpu, &k->s, k->qkv, k->out, k->lse));
     OK(mt_attention_backward(gpu, &k->s, k->qkv, k->out, k->lse, k->dout, k->dqkv));
@@ -283,6 +309,15 @@ static void test_causal(void **state) {
 static void test_bidirectional(void **state) {
     (void)state;
     each(MT_MASK_BIDIRECTIONAL, 0, 0.0f, 1, 203, 1, 1);
+}
+
+/* More tiles than a block has room for: with wgmma, up to six tiles of 128 keys, three of which are there at a time. */
+static void test_many_tiles(void **state) {
+    (void)state;
+    for (int i = 0; i < 5; i++) {
+        config c = {1, 700, 1, 1, sizes[i], i % 2 ? MT_F16 : MT_BF16, i % 2 ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL};
+        against_cpu(c);
+    }
 }
 
 static void test_groups(void **state) {
@@ -430,16 +465,16 @@ static void poison(mt_tensor t, int64_t first, int64_t end, int64_t from, int64_
     OK(mt_fill(gpu, mt_tensor_cols(mt_tensor_rows(t, first, end - first), from, to - from), NAN));
 }
 
-/* Checks rows of two results: they have the same bits where no row of the warp sees a token of [192, 256). A warp has
-   `warp` rows, and a row sees `before` tokens before it and `after` behind it. */
+/* Checks rows of two results: they have the same bits where no row of the warp sees a token of the tile [tile, 256). A
+   warp has `warp` rows, and a row sees `before` tokens before it and `after` behind it. */
 static void same_where_hidden(const config *c, const char *what, mt_tensor a, mt_tensor b, int64_t col, int64_t cols,
-                              int64_t warp, int64_t before, int64_t after) {
+                              int64_t tile, int64_t warp, int64_t before, int64_t after) {
     float *x = download(mt_tensor_cols(a, col, cols)), *y = download(mt_tensor_cols(b, col, cols));
     int64_t hidden = 0;
     for (int64_t i = 0; i < c->seq; i++) {
         int64_t first = i / warp * warp - before, end = i / warp * warp + warp + after;
         bool same = memcmp(x + i * cols, y + i * cols, (size_t)cols * sizeof *x) == 0;
-        if (end > 192 && first < 256) continue;
+        if (end > tile && first < 256) continue;
         hidden++;
         if (!same) fail_msg("%s: %s: row %d depends on a token that its warp does not see", describe(c), what, (int)i);
     }
@@ -448,7 +483,8 @@ static void same_where_hidden(const config *c, const char *what, mt_tensor a, mt
     free(y);
 }
 
-/* A warp skips the tiles that all of its rows do not see: NaN in them changes no result. */
+/* A warp skips the tiles that all of its rows do not see: NaN in them changes no result. With wgmma, the same is true
+   of the 64 rows of a warpgroup, and of tiles of 128 keys up to 128 features. */
 static void test_hidden_tiles_are_skipped(void **state) {
     (void)state;
     for (int i = 0; i < 10; i++) {
@@ -456,17 +492,18 @@ static void test_hidden_tiles_are_skipped(void **state) {
         c.window = 20;
         size_t mark = mt_arena_mark(gpu);
         int64_t after = c.mask == MT_MASK_CAUSAL ? 0 : 19, warp = c.dim == 64 ? 32 : 16, dim = c.dim;
+        int64_t tile = has_hopper() && dim <= 128 ? 128 : 192, rows = has_hopper() ? 64 : 32;
         call a = call_new(&c, 2.0f), b = call_new(&c, 2.0f), d = call_new(&c, 2.0f);
         run(&a);
         poison(b.qkv, 192, 256, dim, 3 * dim); /* keys and values */
         OK(mt_attention_forward(gpu, &b.s, b.qkv, b.out, b.lse));
         OK(mt_attention_backward(gpu, &b.s, b.qkv, a.out, a.lse, b.dout, b.dqkv));
-        same_where_hidden(&c, "out", a.out, b.out, 0, dim, 32, 19, after);
-        same_where_hidden(&c, "dq", a.dqkv, b.dqkv, 0, dim, 32, 19, after);
+        same_where_hidden(&c, "out", a.out, b.out, 0, dim, tile, rows, 19, after);
+        same_where_hidden(&c, "dq", a.dqkv, b.dqkv, 0, dim, 192, 32, 19, after);
         poison(d.qkv, 192, 256, 0, dim); /* queries */
         poison(d.dout, 192, 256, 0, dim);
         OK(mt_attention_backward(gpu, &d.s, d.qkv, a.out, a.lse, d.dout, d.dqkv));
-        same_where_hidden(&c, "dk and dv", a.dqkv, d.dqkv, dim, 2 * dim, warp, after, 19);
+        same_where_hidden(&c, "dk and dv", a.dqkv, d.dqkv, dim, 2 * dim, 192, warp, after, 19);
         mt_arena_release(gpu, mark);
     }
 }
@@ -481,6 +518,7 @@ static void test_loads(void **state) {
         config c = of_each({1, 1024, 1, 1}, i);
         size_t mark = mt_arena_mark(gpu), before, forward, all;
         size_t more = i % 2 == 0 ? 62 + 2 * 63 : 0, rows = c.dim > 128 ? 64 : 128;
+        size_t longer = has_hopper() && c.dim <= 128 ? 2 * 64 : 0; /* tiles of 128 keys */
         int32_t ends[33];
         mt_tensor ids;
         c.window = i % 2 == 0 ? 32 : 0;
@@ -495,7 +533,7 @@ static void test_loads(void **state) {
         OK(mt_attention_backward(gpu, &k.s, k.qkv, k.out, k.lse, k.dout, k.dqkv));
         all = mte::copies_that_read() - before;
         size_t row = (size_t)c.dim / 8; /* copies of a row; lse and delta take two for four rows */
-        if (forward > 8 * (128 + 2 * (128 + more)) * row)
+        if (forward > 8 * (128 + 2 * (128 + more + (more ? longer : 0))) * row)
             fail_msg("%s: forward copies %zu times", describe(&c), forward);
         if (all - forward > 1024 / rows * (2 * (2 * rows + 2 * (rows + more)) * row + rows / 2 + (rows + more) / 2))
             fail_msg("%s: backward copies %zu times", describe(&c), all - forward);
@@ -724,13 +762,14 @@ static void test_table(void **state) {
     const int count = (int)(sizeof heads / sizeof heads[0]);
     static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
     static const int chips[] = {60, 70, 75, 80, 86, 87, 89, 90, 100, 103, 120, 121};
-    int rows = (int)(sizeof mti_attention_table / sizeof mti_attention_table[0]), chosen[16] = {};
+    int rows = (int)(sizeof mti_attention_table / sizeof mti_attention_table[0]), chosen[24] = {};
     (void)state;
-    for (int i = 0; i < count * 3 * 12 * 12 * 2; i++) {
+    for (int i = 0; i < count * 3 * 12 * 12 * 2 * 2; i++) {
         int64_t dim = heads[i % count].dim;
         int rest = i / count, size = heads[i % count].size;
         mt_dtype type = types[rest % 3];
-        int chip = chips[rest / 3 % 12], built_for = chips[rest / 36 % 12], spans = rest / 432;
+        int chip = chips[rest / 3 % 12], built_for = chips[rest / 36 % 12], spans = rest / 432 % 2,
+            hopper = rest / 864 && chip == 90;
         config c = {1, 2, 1, 1, dim, type, MT_MASK_CAUSAL, 0, 0.0f};
         size_t mark = mt_arena_mark(gpu);
         mt_attention_desc s = {};
@@ -739,13 +778,14 @@ static void test_table(void **state) {
         char name[24] = "plain";
         if (built_for > chip) continue; /* does not run */
         if (type != MT_F32 && chip >= 80 && built_for >= 80 && size > 0)
-            snprintf(name, sizeof name, "flash_%d%s", size, spans && size <= 128 ? "_spans" : "");
+            snprintf(name, sizeof name, "%s_%d%s", hopper ? "hopper" : "flash", size,
+                     spans && size <= 128 ? "_spans" : "");
         s.batch = 1, s.seq = c.seq, s.groups = 1, s.heads_per_group = 1, s.head_dim = dim;
         s.scores.window = spans;
         s = mti_attention_defaults(&s);
         a = mti_attention_resolve(gpu, &s, tensor_new(type, c.seq, dim), mt_none());
         mti_attention_fused(&a, tensor_new(type, c.seq, 3 * dim), mt_none());
-        k = mti_attention_choose(&a, chip, built_for);
+        k = mti_attention_choose(&a, chip, built_for, hopper);
         if (strcmp(k->name, name) != 0)
             fail_msg("%s runs on sm_%d, compiled for %d: %s, expected %s", describe(&c), chip, built_for, k->name,
                      name);
@@ -767,7 +807,7 @@ static void test_one_row(void **state) {
         s = mti_attention_defaults(&s);
         mti_attention a = mti_attention_resolve(gpu, &s, tensor_new(MT_BF16, 1, 64), mt_none());
         mti_attention_fused(&a, qkv, mt_none());
-        assert_string_equal(mti_attention_choose(&a, 90, 90)->name, apart ? "plain" : "flash_64");
+        assert_string_equal(mti_attention_choose(&a, 90, 90, 0)->name, apart ? "plain" : "flash_64");
         mt_arena_release(gpu, mark);
     }
 }
@@ -805,10 +845,10 @@ static void test_table_of_options(void **state) {
         mt_attention_desc s = mti_attention_defaults(&k.s);
         mti_attention a = mti_attention_resolve(gpu, &s, k.out, k.lse);
         mti_attention_fused(&a, k.qkv, mt_none());
-        assert_string_equal(mti_attention_choose(&a, 90, 90)->name, cases[i].name);
+        assert_string_equal(mti_attention_choose(&a, 90, 90, 0)->name, cases[i].name);
         a.dout = k.dout;
         mti_attention_fused(&a, k.qkv, k.dqkv);
-        assert_string_equal(mti_attention_choose(&a, 90, 90)->name, cases[i].name);
+        assert_string_equal(mti_attention_choose(&a, 90, 90, 0)->name, cases[i].name);
         mt_arena_release(gpu, mark);
     }
 }
@@ -945,8 +985,12 @@ static void test_sections(void **state) {
     mti_attention_fused(&a, k.qkv, mt_none());
     f = mti_flash_of(&a);
     f.sections = 3;
-    MT_LAUNCH_KERNEL((mti_flash_forward_kernel<64, true, false, false>), dim3(2, 3, 6), 128,
-                     (size_t)(mti_flash_forward_bytes<64, false>()), gpu->stream, f);
+    if (has_hopper())
+        MT_LAUNCH_KERNEL((mti_hopper_forward_kernel<64, true, false>), dim3(2, 3, 6), MTI_HOPPER_THREADS,
+                         (size_t)(mti_hopper_shape<64>::bytes(false)), gpu->stream, f);
+    else
+        MT_LAUNCH_KERNEL((mti_flash_forward_kernel<64, true, false, false>), dim3(2, 3, 6), 128,
+                         (size_t)(mti_flash_forward_bytes<64, false>()), gpu->stream, f);
     same_bits("out", k.out, out);
     same_bits("lse", k.lse, lse);
     mt_arena_release(gpu, mark);
@@ -993,32 +1037,36 @@ static void test_places(void **state) {
     mt_arena_release(gpu, mark);
 }
 
+#define BOTH(test)                                                                                                     \
+    cmocka_unit_test(test), { #test "_mma", test, without_hopper, with_hopper, NULL }
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_places),
-        cmocka_unit_test(test_short),
-        cmocka_unit_test(test_rising_scores),
-        cmocka_unit_test(test_causal),
-        cmocka_unit_test(test_bidirectional),
-        cmocka_unit_test(test_groups),
-        cmocka_unit_test(test_padding),
-        cmocka_unit_test(test_dropout),
-        cmocka_unit_test(test_head_sizes),
+        BOTH(test_short),
+        BOTH(test_rising_scores),
+        BOTH(test_causal),
+        BOTH(test_bidirectional),
+        BOTH(test_many_tiles),
+        BOTH(test_groups),
+        BOTH(test_padding),
+        BOTH(test_dropout),
+        BOTH(test_head_sizes),
         cmocka_unit_test(test_tanh),
-        cmocka_unit_test(test_window),
-        cmocka_unit_test(test_softcap),
-        cmocka_unit_test(test_documents),
-        cmocka_unit_test(test_window_and_padding),
-        cmocka_unit_test(test_options_together),
-        cmocka_unit_test(test_hidden_tiles_are_skipped),
-        cmocka_unit_test(test_loads),
-        cmocka_unit_test(test_wrong_numbers),
+        BOTH(test_window),
+        BOTH(test_softcap),
+        BOTH(test_documents),
+        BOTH(test_window_and_padding),
+        BOTH(test_options_together),
+        BOTH(test_hidden_tiles_are_skipped),
+        BOTH(test_loads),
+        BOTH(test_wrong_numbers),
         cmocka_unit_test(test_order),
-        cmocka_unit_test(test_sections),
-        cmocka_unit_test(test_run_to_run),
-        cmocka_unit_test(test_split),
-        cmocka_unit_test(test_rows_are_independent),
-        cmocka_unit_test(test_layouts),
+        BOTH(test_sections),
+        BOTH(test_run_to_run),
+        BOTH(test_split),
+        BOTH(test_rows_are_independent),
+        BOTH(test_layouts),
         cmocka_unit_test(test_table),
         cmocka_unit_test(test_one_row),
         cmocka_unit_test(test_table_of_options),

@@ -2,7 +2,7 @@
 
 #pragma once
 #include "attention_cudnn.cuh"
-#include "attention_flash.cuh"
+#include "attention_hopper.cuh"
 
 #if MT_HAS_CUDA
 extern "C++" {
@@ -67,17 +67,24 @@ static int mti_flash_size(const mt_attention_desc *s) {
 
 /* Whether the tensor-core kernels of a size can run a call. The maximum of the scores is taken before scale, so
    scale must be positive. Sizes above 128 have only kernels with SPANS, so that nvcc has fewer of them to compile. */
-template <int HeadDim, bool SPANS> static int mti_flash_fits(const mti_attention *a, int capability, int built_for) {
+template <int HeadDim, bool SPANS>
+static int mti_flash_fits(const mti_attention *a, int capability, int built_for, int hopper) {
     const mt_attention_desc *s = &a->desc;
-    (void)capability; /* at least built_for */
+    (void)capability, (void)hopper; /* capability is at least built_for */
     return mti_flash_size(s) == HeadDim && built_for >= 80 && s->scores.scale > 0.0f &&
            (HeadDim > 128 || mti_flash_needs_spans(s) == SPANS) && mti_flash_fits_scores(s) && a->q.dtype != MT_F32 &&
            mti_flash_fits_inputs(a) && mti_flash_fits_view(a, a->out) && mti_flash_fits_view(a, a->dout) &&
            mti_flash_fits_gradients(a);
 }
 
-static int mti_plain_fits(const mti_attention *a, int capability, int built_for) {
-    (void)a, (void)capability, (void)built_for;
+/* The kernels with wgmma run the same calls, where the program has them. */
+template <int HeadDim, bool SPANS>
+static int mti_hopper_fits(const mti_attention *a, int capability, int built_for, int hopper) {
+    return hopper && mti_flash_fits<HeadDim, SPANS>(a, capability, built_for, hopper);
+}
+
+static int mti_plain_fits(const mti_attention *a, int capability, int built_for, int hopper) {
+    (void)a, (void)capability, (void)built_for, (void)hopper;
     return 1; /* mti_cuda_attention_check refuses what it cannot run */
 }
 
@@ -153,21 +160,33 @@ static mt_status mti_plain_run_backward(const mti_attention *a) {
 
 /* The kernels of attention on a GPU. The first row that fits a call runs it, forward or backward. To add a kernel, add
    a row. `capability` is the compute capability of the GPU, 90 for 9.0. `built_for` is the architecture that nvcc has
-   compiled this library's kernels for. A row for kernels of another library need not ask it. A row may fit forward
-   alone; another row's backward then takes its out and lse. */
+   compiled this library's kernels for. A row for kernels of another library need not ask it. `hopper`: see
+   mti_hopper_built. The memory that a call takes from the arena must not depend on it, because a plan on the meta
+   device does not know how the program is compiled. A row may fit forward alone; another row's backward then takes its
+   out and lse. */
 struct mti_attention_kernels {
     const char *name;
-    int (*fits)(const mti_attention *a, int capability, int built_for);
+    int (*fits)(const mti_attention *a, int capability, int built_for, int hopper);
     mt_status (*forward)(const mti_attention *a);
     mt_status (*backward)(const mti_attention *a);
 };
 
 #define MTI_FLASH_KERNELS(dim, spans)                                                                                  \
     mti_flash_fits<dim, spans>, mti_flash_run_forward<dim, spans>, mti_flash_run_backward<dim, spans>
+#define MTI_HOPPER_KERNELS(dim, spans)                                                                                 \
+    mti_hopper_fits<dim, spans>, mti_hopper_run_forward<dim, spans>, mti_flash_run_backward<dim, spans>
 static const mti_attention_kernels mti_attention_table[] = {
 #if defined(MT_USE_CUDNN)
     {"cudnn", mti_cudnn_fits, mti_cudnn_run_forward, NULL}, /* fits no backward */
 #endif
+    {"hopper_64", MTI_HOPPER_KERNELS(64, false)},
+    {"hopper_96", MTI_HOPPER_KERNELS(96, false)},
+    {"hopper_128", MTI_HOPPER_KERNELS(128, false)},
+    {"hopper_64_spans", MTI_HOPPER_KERNELS(64, true)},
+    {"hopper_96_spans", MTI_HOPPER_KERNELS(96, true)},
+    {"hopper_128_spans", MTI_HOPPER_KERNELS(128, true)},
+    {"hopper_192", MTI_HOPPER_KERNELS(192, true)},
+    {"hopper_256", MTI_HOPPER_KERNELS(256, true)},
     {"flash_64", MTI_FLASH_KERNELS(64, false)},
     {"flash_96", MTI_FLASH_KERNELS(96, false)},
     {"flash_128", MTI_FLASH_KERNELS(128, false)},
@@ -178,10 +197,12 @@ static const mti_attention_kernels mti_attention_table[] = {
     {"flash_256", MTI_FLASH_KERNELS(256, true)},
     {"plain", mti_plain_fits, mti_plain_run_forward, mti_plain_run_backward}};
 #undef MTI_FLASH_KERNELS
+#undef MTI_HOPPER_KERNELS
 
-static const mti_attention_kernels *mti_attention_choose(const mti_attention *a, int capability, int built_for) {
+static const mti_attention_kernels *mti_attention_choose(const mti_attention *a, int capability, int built_for,
+                                                         int hopper) {
     const mti_attention_kernels *k = mti_attention_table;
-    while (!k->fits(a, capability, built_for)) k++;
+    while (!k->fits(a, capability, built_for, hopper)) k++;
     return k;
 }
 
@@ -199,14 +220,15 @@ static mt_status mti_cuda_attention_check(mt_context *ctx, const mt_attention_de
 
 static mt_status mti_cuda_attention(const mti_attention *a, int backward) {
     const mti_attention_kernels *kernels;
-    int built_for = 0;
+    int built_for = 0, hopper = 0;
     MT_TRY(mti_cuda_attention_check(a->ctx, &a->desc));
     if (a->desc.batch * a->desc.seq * a->desc.groups == 0) return MT_SUCCESS;
     MT_TRY(mti_built_for(a->ctx, &built_for));
 #if defined(MT_USE_CUDNN)
     MT_TRY(mti_cudnn_prepare(a));
 #endif
-    kernels = mti_attention_choose(a, mt_context_compute_capability(a->ctx), built_for);
+    MT_TRY(mti_hopper_built(a->ctx, &hopper));
+    kernels = mti_attention_choose(a, mt_context_compute_capability(a->ctx), built_for, hopper);
     return backward ? kernels->backward(a) : kernels->forward(a);
 }
 

@@ -486,8 +486,8 @@ static mt_status mti_cudnn_prepare(const mti_attention *a) {
 
 /* The row of the table of kernels. A meta context cannot ask cuDNN: it plans the memory of cuDNN's kernels, and the
    other kernels need none in forward. */
-static int mti_cudnn_fits(const mti_attention *a, int capability, int built_for) {
-    (void)built_for;
+static int mti_cudnn_fits(const mti_attention *a, int capability, int built_for, int hopper) {
+    (void)built_for, (void)hopper;
     if (!mti_cudnn_takes(a, capability)) return 0;
     if (mt_context_device(a->ctx) == MT_DEVICE_META) return 1;
     mti_cudnn_key key = mti_cudnn_key_of(a);

@@ -143,8 +143,10 @@ static __device__ __forceinline__ void mti_flash_mask_rows(const mti_flash &f, f
         diagonal = query - key + lane / 4 - lane % 4 * 2;
     MT_DEVICE_UNROLL
     for (int i = 0; i < RowTiles * N8 * 4; i++) {
-        int r = i % (RowTiles * 2), j = i / (RowTiles * 2), k = j / 2 * 8 + j % 2;
-        if (k >= left || (f.causal() && k > diagonal + r * 8)) s[r / 2][j / 2][r % 2 * 2 + j % 2] = -INFINITY;
+        int r = i % (RowTiles * 2), j = i / (RowTiles * 2), k = j / 2 * 8 + j % 2, end = left;
+        if (RowTiles == 1 && f.causal()) end = min(left, diagonal + r * 8 + 1); /* two limits, in registers */
+        if (k >= end || (RowTiles > 1 && f.causal() && k > diagonal + r * 8))
+            s[r / 2][j / 2][r % 2 * 2 + j % 2] = -INFINITY;
     }
 }
 
