@@ -10368,13 +10368,12 @@ static __device__ __forceinline__ void mti_flash_cap(float cap, float (&s)[RowTi
 /* The derivative of the soft cap, 1 - t^2 with t = tanh(cap s). For a masked score, t is -infinity and the result 0. */
 static __device__ __forceinline__ float mti_flash_cap_slope(float t) { return fmaxf(1.0f - t * t, 0.0f); }
 
-/* Caps and masks the scores of the rows of a warp, which begin at column `at`. A lane has RowTiles * 2 rows. The limits
-   are relative to its first column, as above. */
+/* Sets the scores of the rows of a warp outside their spans to -infinity. The scores begin at column `at`. A lane has
+   RowTiles * 2 rows. The limits are relative to its first column, as above. */
 template <int RowTiles, int N8>
-static __device__ __forceinline__ void mti_flash_cap_and_mask(const mti_flash &f, float (&s)[RowTiles][N8][4],
-                                                              const mti_flash_span *spans, int at) {
+static __device__ __forceinline__ void mti_flash_mask_spans(float (&s)[RowTiles][N8][4], const mti_flash_span *spans,
+                                                            int at) {
     int lane = (int)threadIdx.x & 31;
-    if (f.cap != 0.0f) mti_flash_cap(f.cap, s);
     if (mti_flash_covers<RowTiles * 16>(spans, at, N8 * 8)) return;
     MT_DEVICE_UNROLL
     for (int r = 0; r < RowTiles * 2; r++) {
@@ -10386,6 +10385,13 @@ static __device__ __forceinline__ void mti_flash_cap_and_mask(const mti_flash &f
             if (k < first || k >= end) s[r / 2][j / 2][r % 2 * 2 + j % 2] = -INFINITY;
         }
     }
+}
+
+template <int RowTiles, int N8>
+static __device__ __forceinline__ void mti_flash_cap_and_mask(const mti_flash &f, float (&s)[RowTiles][N8][4],
+                                                              const mti_flash_span *spans, int at) {
+    if (f.cap != 0.0f) mti_flash_cap(f.cap, s);
+    mti_flash_mask_spans(s, spans, at);
 }
 
 /* The dropout mask of a tile [RowTiles * 16 queries, N8 * 8 keys] has one word for every 16 queries. With h = N8 / 2,
