@@ -3230,6 +3230,13 @@ static mt_status mti_tiles_open(mt_context *ctx, int *tiles) {
 
 /* ---- wrappers of PTX instructions (src/ops/ptx.cuh) -------------------------------------------------------------- */
 
+/* Whether code that is compiled now may use the instructions of sm_80. It is 1 in code for the host, too. */
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#define MTI_HAS_SM80 1
+#else
+#define MTI_HAS_SM80 0
+#endif
+
 #if MT_HAS_CUDA
 extern "C++" {
 
@@ -13421,9 +13428,10 @@ static mt_status mti_cuda_kv_cache_append(const mti_kv *kv) {
     });
 }
 
-/* Attention to a cache, for any float type and for head_dim up to 256. The queries of all heads of a group at all new
-   tokens of a sequence are rows: row i * heads_per_group + j is head j at token i. A block owns a tile of ROWS rows of
-   a group, and one split of the keys. It reads each key and value once for the tile, 16 bytes at a time.
+/* Attention to a cache without tensor cores, for any float type and for head_dim up to 256. The queries of all heads of
+   a group at all new tokens of a sequence are rows: row i * heads_per_group + j is head j at token i. A block owns a
+   tile of ROWS rows of a group, and one split of the keys. It reads each key and value once for the tile, 16 bytes at a
+   time.
 
    LANES neighbouring lanes of a warp share a key, and each of them has 8 features of it. So a warp works on
    32 / LANES * MTI_KV_AHEAD keys in a step:
@@ -13594,14 +13602,14 @@ template <int ROWS, int WIDTH> struct mti_split_part {
 };
 
 /* Merges the features [col, col + 8) of a row, in the order of the warps. Returns the maximum and the sum. */
-template <int ROWS, int WIDTH>
+template <int WARPS, int ROWS, int WIDTH>
 static __device__ __forceinline__ float2 mti_split_merge_warps(int fast, const mti_split_part<ROWS, WIDTH> *parts,
                                                                int row, int col, float *acc) {
     float2 all = make_float2(-INFINITY, 0.0f);
-    for (int w = 0; w < MTI_KV_WARPS; w++) all.x = fmaxf(all.x, parts[w].stats[row].x);
+    for (int w = 0; w < WARPS; w++) all.x = fmaxf(all.x, parts[w].stats[row].x);
     MT_DEVICE_UNROLL
     for (int e = 0; e < MTI_VECTOR; e++) acc[e] = 0.0f;
-    for (int w = 0; w < MTI_KV_WARPS; w++) {
+    for (int w = 0; w < WARPS; w++) {
         float factor = mti_split_factor(fast, parts[w].stats[row].x, all.x);
         all.y += parts[w].stats[row].y * factor;
         MT_DEVICE_UNROLL
@@ -13622,16 +13630,16 @@ static __device__ __forceinline__ void mti_split_store_out(const mti_kv_gpu &k, 
 }
 
 /* Each thread stores 8 features of a row of the tile: in out, or in the scratch memory if there are more splits. */
-template <int TYPE, int LANES, int ROWS>
+template <int TYPE, int LANES, int WARPS, int ROWS, int WIDTH>
 static __device__ __forceinline__ void mti_split_finish(const mti_kv_gpu &k, const mti_split_block &m, int fast,
-                                                        const mti_split_part<ROWS, LANES * MTI_VECTOR> *parts) {
+                                                        const mti_split_part<ROWS, WIDTH> *parts) {
     int64_t h = k.s.heads_per_group;
-    for (int item = (int)threadIdx.x; item < ROWS * LANES; item += 32 * MTI_KV_WARPS) {
+    for (int item = (int)threadIdx.x; item < ROWS * LANES; item += 32 * WARPS) {
         int r = item / LANES, col = item % LANES * MTI_VECTOR;
         int64_t i = mt_divide(m.row + r, h), head = m.group * h + m.row + r - i * h;
         float acc[MTI_VECTOR];
         if (i >= k.s.seq || col >= k.s.head_dim) continue;
-        float2 stats = mti_split_merge_warps(fast, parts, r, col, acc);
+        float2 stats = mti_split_merge_warps<WARPS>(fast, parts, r, col, acc);
         if (k.splits > 1) {
             int64_t at = k.split_of(m.b, i, head, m.split);
             float4 *to = (float4 *)(k.sums + at * k.pitch + col);
@@ -13643,8 +13651,7 @@ static __device__ __forceinline__ void mti_split_finish(const mti_kv_gpu &k, con
 
 /* The grid is (splits x tiles) x groups x sequences. The barrier separates writing the results of the warps from
    reading them. */
-template <int TYPE, int LANES, int ROWS>
-static __global__ void __launch_bounds__(32 * MTI_KV_WARPS, ROWS == 8 ? 2 : 3) mti_kv_attention_kernel(mti_kv_gpu k) {
+template <int TYPE, int LANES, int ROWS> static __device__ __forceinline__ void mti_split_run(const mti_kv_gpu &k) {
     typedef mti_split_part<ROWS, LANES * MTI_VECTOR> part;
     constexpr int Across = 32 / LANES, Step = Across * MTI_KV_AHEAD;
     MT_SHARED(part, parts, MTI_KV_WARPS);
@@ -13683,8 +13690,20 @@ static __global__ void __launch_bounds__(32 * MTI_KV_WARPS, ROWS == 8 ? 2 : 3) m
         if (lane == 0) parts[warp].stats[r] = make_float2(x.top[r], x.sum[r]);
     }
     __syncthreads();
-    mti_split_finish<TYPE, LANES, ROWS>(k, m, fast, parts);
+    mti_split_finish<TYPE, LANES, MTI_KV_WARPS>(k, m, fast, parts);
 }
+
+/* Code for sm_80 and later has this kernel only for f32 and MTI_ANY_TYPE: mti_kv_tile_kernel runs the others. */
+#if defined(__CUDA_ARCH__) && MTI_HAS_SM80
+#define MTI_SPLIT_HAS(TYPE) (mti_fetched<TYPE>::size == 4)
+#else
+#define MTI_SPLIT_HAS(TYPE) true
+#endif
+template <int TYPE, int LANES, int ROWS>
+static __global__ void __launch_bounds__(32 * MTI_KV_WARPS, ROWS == 8 ? 2 : 3) mti_kv_attention_kernel(mti_kv_gpu k) {
+    if (MTI_SPLIT_HAS(TYPE)) mti_split_run<TYPE, LANES, ROWS>(k);
+}
+#undef MTI_SPLIT_HAS
 
 /* Merges the splits of a query. A block owns a query of a head, and each of its warps owns every fourth split that the
    query sees. A lane has 8 features. The barrier is that of mti_kv_attention_kernel. The grid is heads x tokens x
@@ -13702,9 +13721,13 @@ template <int TYPE> static __global__ void __launch_bounds__(32 * MTI_KV_WARPS) 
         float2 stats = k.stats[at];
         float now = fmaxf(top, stats.x), own = mti_split_factor(fast, top, now),
               other = mti_split_factor(fast, stats.x, now);
-        MT_DEVICE_UNROLL
-        for (int e = 0; e < MTI_VECTOR && col < k.pitch; e++)
-            acc[e] = acc[e] * own + k.sums[at * k.pitch + col + e] * other;
+        if (col < k.pitch) {
+            const float4 *from = (const float4 *)(k.sums + at * k.pitch + col);
+            float4 low = from[0], high = from[1];
+            const float x[] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+            MT_DEVICE_UNROLL
+            for (int e = 0; e < MTI_VECTOR; e++) acc[e] = acc[e] * own + x[e] * other;
+        }
         sum = sum * own + stats.y * other;
         top = now;
     }
@@ -13713,18 +13736,22 @@ template <int TYPE> static __global__ void __launch_bounds__(32 * MTI_KV_WARPS) 
     if (lane == 0) parts[warp].stats[0] = make_float2(top, sum);
     __syncthreads();
     if (warp > 0 || col >= k.s.head_dim) return;
-    float2 stats = mti_split_merge_warps(fast, parts, 0, col, acc);
+    float2 stats = mti_split_merge_warps<MTI_KV_WARPS>(fast, parts, 0, col, acc);
     mti_split_store_out<TYPE>(k, b * k.s.seq + i, head, col, stats.y, acc);
 }
 
-/* Takes the scratch memory: (4 round_up(head_dim, 8) + 8) bytes for each query head of a token and each split. */
+/* Limits the number of blocks, and takes the scratch memory: (4 round_up(head_dim, 8) + 8) bytes for each query head of
+   a token and each split. */
 static mt_status mti_split_room(const mti_kv *kv, mti_kv_gpu *k) {
     const mt_attention_desc *s = &kv->desc;
-    int64_t n = s->batch * s->seq * mti_attention_heads(s);
+    int64_t n = s->batch * s->seq * mti_attention_heads(s), rows = s->seq * s->heads_per_group;
     void *memory = NULL;
     k->splits = 1; /* max_seq is below 2^30, so it and the splits are numbers of 32 bits */
-    if (s->seq > MTI_KV_FEW || k->tokens.max_seq <= MTI_KV_SPLIT) return MT_SUCCESS;
-    k->splits = (int)((k->tokens.max_seq + MTI_KV_SPLIT - 1) / MTI_KV_SPLIT);
+    if (s->seq <= MTI_KV_FEW) k->splits = (int)((k->tokens.max_seq + MTI_KV_SPLIT - 1) / MTI_KV_SPLIT);
+    if (mt_size_mul(rows, k->splits) < 0 || rows * k->splits > INT_MAX)
+        return mt_fail(kv->ctx, MT_ERR_UNSUPPORTED, "mt_kv_cache_attention: %lld queries of a group, and %d splits",
+                       (long long)rows, k->splits);
+    if (k->splits == 1) return MT_SUCCESS;
     k->pitch = (int)mt_round_up(s->head_dim, MTI_VECTOR);
     n = mt_size_mul(n, k->splits);
     if (mt_size_mul(mt_size_mul(n, k->pitch), sizeof(float)) < 0)
@@ -13737,13 +13764,18 @@ static mt_status mti_split_room(const mti_kv *kv, mti_kv_gpu *k) {
     return MT_SUCCESS;
 }
 
+/* Merges the splits, if there are several. */
+template <int TYPE> static mt_status mti_split_merge(const mti_kv *kv, const mti_kv_gpu &k) {
+    dim3 grid((unsigned)mti_attention_heads(&k.s), (unsigned)k.s.seq, (unsigned)k.s.batch);
+    if (k.splits == 1) return MT_SUCCESS;
+    MT_LAUNCH_KERNEL(mti_kv_merge_kernel<TYPE>, grid, 32 * MTI_KV_WARPS, 0, mt_context_stream(kv->ctx), k);
+    return mt_cuda_launched(kv->ctx, "mt_kv_cache_attention");
+}
+
 /* Launches the kernel with tiles of 1, 4 or 8 rows, and with 8, 16 or 32 lanes for a key. With 8 rows, keys and values
    in f32 would need too many registers. */
 template <int TYPE> static mt_status mti_split_attention(const mti_kv *kv, const mti_kv_gpu &k) {
     int64_t d = k.s.head_dim, rows = k.s.seq * k.s.heads_per_group;
-    if (mt_size_mul(rows, k.splits) < 0 || rows * k.splits > INT_MAX)
-        return mt_fail(kv->ctx, MT_ERR_UNSUPPORTED, "mt_kv_cache_attention: %lld queries of a group, and %d splits",
-                       (long long)rows, k.splits);
     constexpr int Tiles = mti_fetched<TYPE>::size == 2 ? 3 : 2;
     return mti_by_kind<3>(TYPE == MTI_ANY_TYPE || d > 128 ? 2 : d > 64, [&](auto lanes) {
         return mti_by_kind<Tiles>(rows > 4 ? 2 : rows > 1, [&](auto tile) {
@@ -13757,11 +13789,248 @@ template <int TYPE> static mt_status mti_split_attention(const mti_kv *kv, const
     });
 }
 
-/* Whether the forward kernel on tensor cores can run a call whose views have the type `type`, see mti_flash_fits. Calls
-   with few tokens have too few rows for its tiles. */
+} /* extern "C++" */
+#endif
+
+/* ---- key/value cache, continued (src/ops/kv_cache.c) ------------------------------------------------------------- */
+
+/* ---- attention with a key/value cache, on tensor cores (src/ops/kv_tiles.cuh) ------------------------------------ */
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+/* Attention to a cache, for bf16 and f16 on sm_80 and later, with few new tokens. As in mti_kv_attention_kernel, the
+   queries of all heads of a group at all new tokens of a sequence are rows, and a block owns a tile of rows of a group
+   and one split of the keys. Here a tile has 16 rows, the first operand of mma.sync, so that up to 16 queries cost as
+   many instructions as one. Rows that are not there are zeros.
+
+   The warps of a block share its queries. Of every Step keys, each warp owns 16, and keeps its own maxima, sums and
+   results, as in mti_flash_forward_kernel. A warp has a ring of MTI_KV_SLOTS tiles [16, HeadDim] in shared memory. It
+   uses them in turn for k0 v0 k1 v1 ...: one is in use while cp.async loads the next ones. Only the lanes of the warp
+   wait for each other:
+   1. k has arrived, and all lanes have read the previous v. Its slot gets the next k.
+   2. The warp computes its scores and their online softmax.
+   3. v has arrived, and all lanes have read k. Its slot gets the next v.
+   4. The warp adds the product with v to its results.
+   Behind the loop, the results of the warps meet in the memory of the rings. Splits and their merging are those of
+   mti_kv_attention_kernel. So are the rules for bits: keys 16 i to 16 i + 15 always belong to the same warp, and
+   rows of a tile do not change each other.
+
+   HeadDim is 64, 128 or 256. Smaller heads have zeros behind their features, which are not read from memory.
+
+   What limits it on an H200: a multiprocessor reads 16 bytes in a cycle when all of them together read as fast as a
+   copy. 512 bytes of keys or values take 32 cycles. They need one ldmatrix (4 cycles of shared memory), one cp.async (4
+   cycles) and two mma (3 cycles), and 26 of the 126 instructions that a multiprocessor can issue (42 with the beginning
+   and the end of a block of 256 keys; 128 features, sm_90). So memory limits it if enough loads are under way, 29 KiB
+   for each multiprocessor at 0.9 us. Three blocks with 128 features have 96 KiB. A block begins with loads that depend
+   on each other, of lengths, then of queries and keys, and ends with the merging of its warps. While it does so, the
+   others load. */
+#define MTI_KV_ROWS 16
+#define MTI_KV_SLOTS 3
+
+/* The warps of a block. The tiles of four warps with 256 features would be too large for sm_86, sm_89 and sm_120. */
+template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_kv_tile_warps() { return HeadDim == 256 ? 2 : 4; }
+
+/* The blocks that run on a multiprocessor of sm_90. */
+template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_kv_tile_blocks() {
+    return HeadDim == 64 ? 5 : HeadDim == 128 ? 3 : 4;
+}
+
+/* What a warp leaves for the others. With 8 more columns, its lanes write to all banks. */
+template <int HeadDim> using mti_kv_tile_part = mti_split_part<MTI_KV_ROWS, HeadDim + 8>;
+
+/* The dynamic shared memory of a block: the tile of queries, and the rings of the warps. */
+template <int HeadDim> static constexpr size_t mti_kv_tile_bytes() {
+    return (size_t)2 * HeadDim * MTI_KV_ROWS * (1 + MTI_KV_SLOTS * mti_kv_tile_warps<HeadDim>());
+}
+static_assert(sizeof(mti_kv_tile_part<64>) * 4 <= mti_kv_tile_bytes<64>() &&
+                  sizeof(mti_kv_tile_part<128>) * 4 <= mti_kv_tile_bytes<128>() &&
+                  sizeof(mti_kv_tile_part<256>) * 2 <= mti_kv_tile_bytes<256>() && mti_kv_tile_bytes<256>() <= 99 << 10,
+              "shared memory");
+
+/* The threads of a block start copying its queries to a tile. */
+template <int HeadDim>
+static __device__ __forceinline__ void mti_kv_tile_fetch_queries(const mti_kv_gpu &k, const mti_split_block &m,
+                                                                 uint16_t *tile) {
+    constexpr int Across = HeadDim / 8, Threads = 32 * mti_kv_tile_warps<HeadDim>();
+    int64_t h = k.s.heads_per_group;
+    MT_DEVICE_UNROLL
+    for (int item = 0; item < MTI_KV_ROWS * Across; item += Threads) {
+        int r = (item + (int)threadIdx.x) / Across, vector = (int)threadIdx.x % Across;
+        int64_t i = mt_divide(m.row + r, h), head = m.group * h + m.row + r - i * h;
+        bool is = i < k.s.seq && vector * 8 < k.s.head_dim;
+        const uint16_t *from = (const uint16_t *)k.qkv.data;
+        if (is) from += (m.b * k.s.seq + i) * k.qkv.ld + k.query_col(head) + vector * 8;
+        mti_cp_async16(tile + mti_tile_at<HeadDim>(r, vector), from, is ? 16 : 0);
+    }
+}
+
+/* The lanes of a warp start copying the keys or values from `key` on to a slot, and commit the copies as one group.
+   Those from `end` on become 0. row is that of position 0. */
+template <int HeadDim>
+static __device__ __forceinline__ void mti_kv_tile_fetch(uint16_t *slot, const mti_view &v, int64_t row, int dim,
+                                                         int key, int end) {
+    int lane = (int)threadIdx.x & 31, vector = lane % 8, left = end - key - lane / 8;
+    const uint16_t *from = (const uint16_t *)v.data + (row + key + lane / 8) * dim + vector * 8;
+    MT_DEVICE_UNROLL
+    for (int r = 0; r < MTI_KV_ROWS && key < end; r += 4) {
+        MT_DEVICE_UNROLL
+        for (int c = 0; c < HeadDim / 8; c += 8)
+            mti_cp_async16(slot + mti_tile_at<HeadDim>(r + lane / 8, c + vector), from + r * dim + c * 8,
+                           r < left && (c + vector) * 8 < dim ? 16 : 0);
+    }
+    mti_cp_async_commit();
+}
+
+/* What a lane knows of its two rows, lane / 4 and the one 8 below it. */
+struct mti_kv_tile_rows {
+    int end[2];
+    float slope[2];
+};
+
+/* Writes the spans of the rows of a tile, as mti_flash_find_spans does. Rows that are not there get the span of the
+   last row. */
+static __device__ __forceinline__ void mti_kv_tile_find_spans(const mti_kv_gpu &k, const mti_split_block &m,
+                                                              mti_flash_span *spans) {
+    int64_t h = k.s.heads_per_group, row = min(m.row + (int)threadIdx.x, k.s.seq * h - 1);
+    if (threadIdx.x >= MTI_KV_ROWS) return;
+    int end = k.tokens.end(m.b, mt_divide(row, h));
+    spans[threadIdx.x].first = end > 0 ? k.tokens.first(end) : INT_MAX;
+    spans[threadIdx.x].end = end;
+}
+
+static __device__ __forceinline__ mti_kv_tile_rows mti_kv_tile_rows_of(const mti_kv_gpu &k, const mti_split_block &m,
+                                                                       const mti_flash_span *spans) {
+    int64_t h = k.s.heads_per_group;
+    mti_kv_tile_rows rows;
+    MT_DEVICE_UNROLL
+    for (int j = 0; j < 2; j++) {
+        int r = ((int)threadIdx.x & 31) / 4 + j * 8;
+        int64_t i = mt_divide(m.row + r, h);
+        rows.end[j] = spans[r].end;
+        rows.slope[j] = k.s.alibi_slopes && i < k.s.seq ? k.s.alibi_slopes[m.group * h + m.row + r - i * h] : 0.0f;
+    }
+    return rows;
+}
+
+/* Turns the products of queries and of 16 keys from `key` on into scores. */
+static __device__ __forceinline__ void mti_kv_tile_scores(const mti_kv_gpu &k, const mti_kv_tile_rows &rows, int key,
+                                                          float (&s)[1][2][4]) {
+    float cap = k.s.scores.softcap;
+    int first = key + (int)threadIdx.x % 4 * 2;
+    MT_DEVICE_UNROLL
+    for (int i = 0; i < 8; i++) s[0][i / 4][i % 4] *= k.s.scores.scale;
+    if (cap > 0.0f) {
+        MT_DEVICE_UNROLL
+        for (int i = 0; i < 8; i++) s[0][i / 4][i % 4] = cap * tanhf(s[0][i / 4][i % 4] / cap);
+    }
+    if (k.s.alibi_slopes) {
+        MT_DEVICE_UNROLL
+        for (int i = 0; i < 8; i++) {
+            int j = i % 4 / 2, at = first + i / 4 * 8 + i % 2;
+            s[0][i / 4][i % 4] -= rows.slope[j] * (float)(rows.end[j] - 1 - at);
+        }
+    }
+}
+
+/* Writes the results of a warp for the other warps: those of the rows that are there. */
+template <int HeadDim>
+static __device__ __forceinline__ void mti_kv_tile_leave(const mti_kv_gpu &k, const mti_split_block &m,
+                                                         const float (&acc)[1][HeadDim / 8][4],
+                                                         const float (&top)[1][2], const float (&sum)[1][2],
+                                                         mti_kv_tile_part<HeadDim> *part) {
+    int lane = (int)threadIdx.x & 31;
+    MT_DEVICE_UNROLL
+    for (int j = 0; j < 2; j++) {
+        int row = lane / 4 + j * 8;
+        float total = mti_quad_sum(sum[0][j]);
+        if (m.row + row >= k.s.seq * k.s.heads_per_group) continue;
+        MT_DEVICE_UNROLL
+        for (int n = 0; n < HeadDim / 8; n++)
+            *(float2 *)(part->acc[row] + n * 8 + lane % 4 * 2) = make_float2(acc[0][n][j * 2], acc[0][n][j * 2 + 1]);
+        if (lane % 4 == 0) part->stats[row] = make_float2(top[0][j], total);
+    }
+}
+
+/* The grid is that of mti_kv_attention_kernel. The first barrier separates writing the queries and spans from reading
+   them, the second one reading the rings from writing the results of the warps, and the third one that from reading
+   them. */
+template <int TYPE, int HeadDim>
+static __device__ __forceinline__ void mti_kv_tile_attention(const mti_kv_gpu &k, uint16_t *q, mti_flash_span *spans) {
+    constexpr bool BF16 = TYPE == MT_BF16;
+    constexpr int Warps = mti_kv_tile_warps<HeadDim>(), Tile = MTI_KV_ROWS * HeadDim, Step = Warps * 16,
+                  Held = HeadDim == 256 ? 12 : HeadDim / 16;
+    int warp = (int)threadIdx.x / 32, dim = (int)k.s.head_dim;
+    uint16_t *slots = q + (1 + warp * MTI_KV_SLOTS) * Tile;
+    int now = 0; /* k is at slots + now, v in the next slot */
+    float s[1][2][4], acc[1][HeadDim / 8][4], top[1][2] = {{-INFINITY, -INFINITY}}, sum[1][2] = {};
+    uint32_t x[HeadDim / 16][1][4], p[1][1][4];
+    mti_split_block m = mti_split_find_block<MTI_KV_ROWS>(k);
+    if (k.splits > 1 && m.begin >= m.end) return;
+    int64_t row = k.row(m.b, m.group);
+    int key = m.begin / Step * Step + warp * 16;
+    mti_tile_zero(acc);
+    mti_kv_tile_fetch_queries<HeadDim>(k, m, q);
+    mti_kv_tile_fetch<HeadDim>(slots, k.keys, row, dim, key, m.end);
+    mti_kv_tile_fetch<HeadDim>(slots + Tile, k.values, row, dim, key, m.end);
+    mti_kv_tile_find_spans(k, m, spans);
+    mti_cp_async_wait<1>();
+    __syncthreads();
+    mti_kv_tile_rows rows = mti_kv_tile_rows_of(k, m, spans);
+    mti_tile_hold<HeadDim, Held>(x, q);
+    for (; key < m.end; key += Step) {
+        int next = now < Tile ? now + 2 * Tile : now - Tile;
+        mti_cp_async_wait<1>();
+        __syncwarp(); /* k has arrived, and all lanes have read the previous v */
+        mti_kv_tile_fetch<HeadDim>(slots + next, k.keys, row, dim, key + Step, m.end);
+        mti_tile_scores<HeadDim, BF16, Held>(s, x, q, slots + now);
+        mti_kv_tile_scores(k, rows, key, s);
+        mti_flash_mask_spans(s, spans, key);
+        mti_flash_softmax<true>(MTI_LOG2E, s, acc, top, sum);
+        mti_tile_round<BF16>(p, s);
+        mti_cp_async_wait<1>();
+        __syncwarp(); /* v has arrived, and all lanes have read k */
+        mti_kv_tile_fetch<HeadDim>(slots + now, k.values, row, dim, key + Step, m.end);
+        mti_tile_add_product<HeadDim, BF16>(acc, p, slots + (now < 2 * Tile ? now + Tile : 0));
+        now = next;
+    }
+    mti_cp_async_wait<0>();
+    __syncthreads();
+    mti_kv_tile_part<HeadDim> *parts = (mti_kv_tile_part<HeadDim> *)q;
+    mti_kv_tile_leave<HeadDim>(k, m, acc, top, sum, parts + warp);
+    __syncthreads();
+    mti_split_finish<TYPE, HeadDim / MTI_VECTOR, Warps>(k, m, 1, parts);
+}
+
+template <int TYPE, int HeadDim>
+static __global__ void __launch_bounds__(32 * mti_kv_tile_warps<HeadDim>(), mti_kv_tile_blocks<HeadDim>())
+    mti_kv_tile_kernel(mti_kv_gpu k) {
+    MT_DYN_SHARED(uint16_t, q);
+    MT_SHARED(mti_flash_span, spans, MTI_KV_ROWS);
+    if (MTI_HAS_SM80) mti_kv_tile_attention<TYPE, HeadDim>(k, q, spans);
+}
+
+} /* extern "C++" */
+#endif
+
+/* ---- key/value cache, continued (src/ops/kv_cache.c) ------------------------------------------------------------- */
+
+/* ---- attention with a key/value cache on a GPU: which kernels compute it (src/ops/kv_choice.cuh) ----------------- */
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+/* Whether mti_kv_tile_kernel can run a call whose views have the type `type`, see mti_row_type. */
+static int mti_kv_tile_fits(const mti_kv *kv, int type, int built_for) {
+    (void)kv; /* all scores */
+    return (type == MT_BF16 || type == MT_F16) && built_for >= 80;
+}
+
+/* The same for the forward kernel of attention without a cache, see mti_flash_fits. Calls with few tokens have too few
+   rows for its tiles. */
 static int mti_kv_flash_fits(const mti_kv *kv, int type, int built_for) {
     const mt_attention_desc *s = &kv->desc;
-    return mti_flash_size(s) > 0 && (type == MT_BF16 || type == MT_F16) && built_for >= 80 && s->seq > MTI_KV_FEW &&
+    return mti_kv_tile_fits(kv, type, built_for) && mti_flash_size(s) > 0 && s->seq > MTI_KV_FEW &&
            s->scores.scale > 0.0f && mti_flash_fits_scores(s);
 }
 
@@ -13773,9 +14042,10 @@ template <int HeadDim> static mt_status mti_kv_flash(const mti_attention *a, con
                             mti_flash_forward_bytes<HeadDim, true>(), f);
 }
 
-static mt_status mti_kv_run_flash(const mti_kv *kv) {
+static mt_status mti_kv_run_flash(const mti_kv *kv, int type) {
     mti_attention a = mti_attention_resolve(kv->ctx, &kv->desc, kv->out, mt_none());
     mti_flash f;
+    (void)type;
     a.q = kv->qkv, a.k = kv->cache.keys, a.v = kv->cache.values;
     a.q_step = kv->cols.q_step;
     f = mti_flash_of(&a);
@@ -13790,24 +14060,75 @@ static mt_status mti_kv_run_flash(const mti_kv *kv) {
     }
 }
 
-static mt_status mti_cuda_kv_cache_attention(const mti_kv *kv) {
+/* Launches mti_kv_tile_kernel, and merges the splits. */
+template <int TYPE, int HeadDim> static mt_status mti_kv_tile_launch(const mti_kv *kv, const mti_kv_gpu &k) {
+    int64_t tiles = (k.s.seq * k.s.heads_per_group + MTI_KV_ROWS - 1) / MTI_KV_ROWS;
+    dim3 grid((unsigned)(tiles * k.splits), (unsigned)k.s.groups, (unsigned)k.s.batch);
+    constexpr size_t bytes = mti_kv_tile_bytes<HeadDim>();
+    MT_TRY(mti_shared_allow(kv->ctx, mti_kv_tile_kernel<TYPE, HeadDim>, bytes));
+    MT_LAUNCH_KERNEL((mti_kv_tile_kernel<TYPE, HeadDim>), grid, 32 * mti_kv_tile_warps<HeadDim>(), bytes,
+                     mt_context_stream(kv->ctx), k);
+    MT_TRY(mt_cuda_launched(kv->ctx, "mt_kv_cache_attention"));
+    return mti_split_merge<TYPE>(kv, k);
+}
+
+static mt_status mti_kv_run_tile(const mti_kv *kv, int type) {
     mti_kv_gpu k = mti_kv_gpu_of(kv);
-    int built_for = 0;
-    int type = mti_row_type(kv->desc.head_dim, kv->qkv, kv->cache.keys, kv->cache.values, kv->out);
+    int64_t d = k.s.head_dim;
+    MT_TRY(mti_split_room(kv, &k));
+    MT_TRY(mt_cuda_enter(kv->ctx));
+    return mti_by_kind<2>(type == MT_F16, [&](auto half) {
+        return mti_by_kind<3>(d > 128 ? 2 : d > 64, [&](auto size) {
+            constexpr int Type = decltype(half)::value ? MT_F16 : MT_BF16;
+            return mti_kv_tile_launch<Type, (64 << decltype(size)::value)>(kv, k);
+        });
+    });
+}
+
+static int mti_kv_split_fits(const mti_kv *kv, int type, int built_for) {
+    (void)kv, (void)type, (void)built_for;
+    return 1; /* mti_cuda_attention_check refuses what it cannot run */
+}
+
+static mt_status mti_kv_run_split(const mti_kv *kv, int type) {
+    mti_kv_gpu k = mti_kv_gpu_of(kv);
+    MT_TRY(mti_split_room(kv, &k));
+    MT_TRY(mt_cuda_enter(kv->ctx));
+    return mti_by_type(type, [&](auto t) {
+        MT_TRY(mti_split_attention<t.value>(kv, k));
+        return mti_split_merge<t.value>(kv, k);
+    });
+}
+
+/* The kernels of attention with a cache. The first row that fits a call runs it. `type` is that of mti_row_type for all
+   views, `built_for` that of mti_built_for. */
+struct mti_kv_kernels {
+    const char *name;
+    int (*fits)(const mti_kv *kv, int type, int built_for);
+    mt_status (*run)(const mti_kv *kv, int type);
+};
+
+static const mti_kv_kernels mti_kv_table[] = {{"flash", mti_kv_flash_fits, mti_kv_run_flash},
+                                              {"tile", mti_kv_tile_fits, mti_kv_run_tile},
+                                              {"split", mti_kv_split_fits, mti_kv_run_split}};
+
+static int mti_kv_type(const mti_kv *kv) {
+    return mti_row_type(kv->desc.head_dim, kv->qkv, kv->cache.keys, kv->cache.values, kv->out);
+}
+
+static const mti_kv_kernels *mti_kv_choose(const mti_kv *kv, int type, int built_for) {
+    const mti_kv_kernels *k = mti_kv_table;
+    while (!k->fits(kv, type, built_for)) k++;
+    return k;
+}
+
+static mt_status mti_cuda_kv_cache_attention(const mti_kv *kv) {
+    int built_for = 0, type = mti_kv_type(kv);
     MT_TRY(mti_cuda_attention_check(kv->ctx, &kv->desc));
     MT_TRY(mti_cuda_attention_limit(kv->ctx, "max_seq", kv->cache.max_seq, INT_MAX / 2));
     if (mti_is_empty(kv->out)) return MT_SUCCESS;
     MT_TRY(mti_built_for(kv->ctx, &built_for));
-    if (mti_kv_flash_fits(kv, type, built_for)) return mti_kv_run_flash(kv);
-    MT_TRY(mti_split_room(kv, &k));
-    MT_TRY(mt_cuda_enter(kv->ctx));
-    return mti_by_type(type, [&](auto t) {
-        dim3 grid((unsigned)mti_attention_heads(&k.s), (unsigned)k.s.seq, (unsigned)k.s.batch);
-        MT_TRY(mti_split_attention<t.value>(kv, k));
-        if (k.splits == 1) return MT_SUCCESS;
-        MT_LAUNCH_KERNEL(mti_kv_merge_kernel<t.value>, grid, 32 * MTI_KV_WARPS, 0, mt_context_stream(kv->ctx), k);
-        return mt_cuda_launched(kv->ctx, "mt_kv_cache_attention");
-    });
+    return mti_kv_choose(kv, type, built_for)->run(kv, type);
 }
 
 } /* extern "C++" */

@@ -25,6 +25,7 @@ typedef struct config {
     int64_t rotary_dim = 0, window = 0;
     float softcap = 0.0f;
     int alibi = 0;
+    bool old_gpu = false; /* the kernels are those of a build for sm_75 */
     int offset = 0; /* elements by which qkv, out, keys and values miss an address that is a multiple of 16 bytes */
     std::vector<int32_t> held = {0}, added; /* of each sequence; no `added`: all have seq */
 } config;
@@ -297,9 +298,30 @@ static void check_row(const config *c, const char *what, const float *row, const
     }
 }
 
-/* Whether the GPU computes a call on tensor cores, which round probabilities to 16 bits. */
-static bool on_tensor_cores(const config *c) {
-    return c->type != MT_F32 && c->seq > 8 && c->dim % 8 == 0 && !c->alibi && c->offset == 0;
+/* Tells the context what nvcc has compiled the kernels for. 0: it has not asked yet. */
+static void set_built_for(int arch) {
+    mti_kernels *kernels = NULL;
+    OK(mti_kernels_open(gpu, &kernels));
+    kernels->built_for = arch;
+}
+
+/* The row of mti_kv_table that runs a call. */
+static const char *kernel_of(const call *k) {
+    mti_kv kv;
+    int built_for = 0;
+    OK(mti_kv_check(gpu, "test", &k->s, k->qkv, &k->cache, &kv));
+    kv.out = k->out;
+    OK(mti_built_for(gpu, &built_for));
+    return mti_kv_choose(&kv, mti_kv_type(&kv), built_for)->name;
+}
+
+/* Asserts that the GPU computes a call with the kernel that it should. Returns whether this runs on tensor cores and
+   rounds probabilities to 16 bits. */
+static bool on_tensor_cores(const config *c, const call *k) {
+    bool fits = c->type != MT_F32 && c->dim % 8 == 0 && c->offset == 0 && !c->old_gpu;
+    const char *expected = !fits ? "split" : c->seq > 8 && !c->alibi ? "flash" : "tile", *name = kernel_of(k);
+    if (strcmp(name, expected) != 0) fail_msg("%s: runs %s, not %s", describe(c), name, expected);
+    return fits;
 }
 
 /* As in test_cuda_flash.cu: the errors of the probabilities and of the result are independent, so the error of a head's
@@ -342,6 +364,7 @@ static void check_attention(const config *c, const call *k) {
     floats qkv = download(k->qkv), keys = download(k->cache.keys), values = download(k->cache.values);
     OK(mt_kv_cache_attention(gpu, &k->s, k->qkv, &k->cache, k->out));
     floats out = download(k->out), same = on_cpu(c, k, qkv, keys, values);
+    bool rounds = on_tensor_cores(c, k);
     std::vector<double> y;
     for (int64_t row = 0; row < k->out.rows; row++)
         for (int64_t a = 0; a < c->groups * c->per_group; a++) {
@@ -352,7 +375,7 @@ static void check_attention(const config *c, const call *k) {
             if (i < k->added[b])
                 reference(c, &qkv[(size_t)(row * k->qkv.cols + column(c, 0, a))], a, k->held[b] + i, &keys[first],
                           &values[first], &y);
-            if (on_tensor_cores(c)) check_vector(c, &out[at], y);
+            if (rounds) check_vector(c, &out[at], y);
             else check_row(c, "a token", &out[at], y, unit_roundoff(c->type));
             check_row(c, "a token on the CPU", &same[at], y, 6e-8);
             for (int64_t e = 0; i >= k->added[b] && e < c->dim; e++) assert_true(out[at + (size_t)e] == 0.0f);
@@ -411,9 +434,9 @@ static void test_many_splits(void **state) {
     check(c);
 }
 
-/* A tile has 1, 4 or 8 rows, of the heads of a group and of several tokens. */
+/* A tile has 1, 4 or 8 rows, or 16 on tensor cores, of the heads of a group and of several tokens. */
 static void test_tiles(void **state) {
-    const int64_t sizes[] = {1, 2, 3, 4, 5, 7, 8, 9, 16};
+    const int64_t sizes[] = {1, 2, 3, 4, 5, 7, 8, 9, 16, 17};
     (void)state;
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         config c;
@@ -423,9 +446,72 @@ static void test_tiles(void **state) {
         c.held = {290, 17};
         c.layout = (mt_qkv_layout)(i % 3);
         c.groups = 1 + (int64_t)i % 2;
-        c.type = i % 2 ? MT_BF16 : MT_F32;
+        check(c);
+    }
+}
+
+/* Tiles on tensor cores of several tokens, whose windows begin and end at different keys: of a tile, of a warp, of a
+   split; with padding, and with 8 tokens of 8 heads. */
+static void test_tiles_of_tokens(void **state) {
+    const int64_t sizes[] = {64, 128, 256, 96, 200};
+    (void)state;
+    for (int i = 0; i < 10; i++) {
+        config c;
+        c.dim = sizes[i % 5];
+        c.type = i % 2 ? MT_F16 : MT_BF16;
+        c.batch = 3, c.per_group = i % 3 == 0 ? 8 : 2 + i % 3, c.seq = i % 3 == 0 ? 8 : 5, c.max_seq = 530;
+        c.held = {0, 250, 521};
+        c.added = {5, 3, 5};
+        c.window = i % 4 == 0 ? 0 : i % 4 == 1 ? 3 : i % 4 == 2 ? 18 : 270;
         check_with(c);
     }
+}
+
+/* Each key and value is read once for a group. The queries of the group are read once for each split. */
+static void test_reads(void **state) {
+#if defined(MT_CUDA_ENGINE)
+    const int64_t sizes[] = {64, 80, 256};
+    (void)state;
+    for (int64_t dim : sizes) {
+        size_t mark = mt_arena_mark(gpu);
+        long before;
+        config c;
+        c.type = MT_BF16, c.batch = 2, c.groups = 2, c.per_group = 8, c.dim = dim, c.max_seq = 1000;
+        c.held = {599, 17};
+        call k = call_new(&c);
+        OK(mt_kv_cache_append(gpu, &k.s, k.table, k.qkv, &k.cache));
+        before = (long)mte::copies_that_read();
+        OK(mt_kv_cache_attention(gpu, &k.s, k.qkv, &k.cache, k.out));
+        OK(mt_context_synchronize(gpu));
+        assert_int_equal((long)mte::copies_that_read() - before, 2 * dim / 8 * (8 * (3 + 1) + 2 * (600 + 18)));
+        mt_arena_release(gpu, mark);
+    }
+#else
+    (void)state;
+    skip(); /* a GPU does not count them */
+#endif
+}
+
+/* A build for sm_75, or one without -arch, has no tensor cores for bf16. */
+static void test_older_gpus(void **state) {
+#if defined(MT_CUDA_ENGINE)
+    const int64_t sizes[] = {64, 128, 256}, heads[] = {1, 3, 8};
+    (void)state;
+    set_built_for(75);
+    for (int i = 0; i < 18; i++) {
+        config c;
+        c.old_gpu = true;
+        c.type = i < 9 ? MT_BF16 : MT_F16;
+        c.dim = sizes[i % 3], c.per_group = heads[i / 3 % 3];
+        c.max_seq = 300;
+        c.held = {i % 2 ? 290 : 17};
+        check_with(c);
+    }
+    set_built_for(0);
+#else
+    (void)state;
+    skip(); /* a build for newer GPUs does not have these kernels */
+#endif
 }
 
 /* Prompts of several lengths in an empty cache and in one with tokens; padding; sequences without new tokens. */
@@ -475,8 +561,11 @@ static void test_window(void **state) {
         c.window = window;
         c.type = window % 2 ? MT_BF16 : MT_F32;
         check_with(c);
-        c.seq = 20;
+        c.seq = 7;
         c.held = {0, 300, 780};
+        c.added = {7, 1, 7};
+        check_with(c);
+        c.seq = 20;
         c.added = {20, 13, 20};
         check_with(c);
     }
@@ -486,7 +575,7 @@ static void test_softcap_and_alibi(void **state) {
     (void)state;
     for (int i = 0; i < 8; i++) {
         config c;
-        c.batch = 2, c.groups = 2, c.per_group = 4, c.dim = 64, c.max_seq = 300;
+        c.batch = 2, c.groups = i & 4 ? 2 : 1, c.per_group = i & 4 ? 4 : 16, c.dim = 64, c.max_seq = 300;
         c.seq = i & 4 ? 11 : 1;
         c.held = {3, 280};
         c.softcap = i & 1 ? 0.7f : 0.0f;
@@ -841,15 +930,27 @@ static void test_gpt(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_head_sizes),    cmocka_unit_test(test_one_token),
-        cmocka_unit_test(test_many_splits),   cmocka_unit_test(test_tiles),
-        cmocka_unit_test(test_prompts),       cmocka_unit_test(test_long_prompts),
-        cmocka_unit_test(test_window),        cmocka_unit_test(test_softcap_and_alibi),
-        cmocka_unit_test(test_rotary),        cmocka_unit_test(test_offsets),
-        cmocka_unit_test(test_run_to_run),    cmocka_unit_test(test_parts),
-        cmocka_unit_test(test_wrong_lengths), cmocka_unit_test(test_memory),
-        cmocka_unit_test(test_graph),         cmocka_unit_test(test_positions_and_lengths),
-        cmocka_unit_test(test_refusals),      cmocka_unit_test(test_gpt),
+        cmocka_unit_test(test_head_sizes),
+        cmocka_unit_test(test_one_token),
+        cmocka_unit_test(test_many_splits),
+        cmocka_unit_test(test_tiles),
+        cmocka_unit_test(test_tiles_of_tokens),
+        cmocka_unit_test(test_reads),
+        cmocka_unit_test(test_older_gpus),
+        cmocka_unit_test(test_prompts),
+        cmocka_unit_test(test_long_prompts),
+        cmocka_unit_test(test_window),
+        cmocka_unit_test(test_softcap_and_alibi),
+        cmocka_unit_test(test_rotary),
+        cmocka_unit_test(test_offsets),
+        cmocka_unit_test(test_run_to_run),
+        cmocka_unit_test(test_parts),
+        cmocka_unit_test(test_wrong_lengths),
+        cmocka_unit_test(test_memory),
+        cmocka_unit_test(test_graph),
+        cmocka_unit_test(test_positions_and_lengths),
+        cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_gpt),
     };
     return cmocka_run_group_tests(tests, open_contexts, close_contexts);
 }

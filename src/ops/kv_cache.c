@@ -539,6 +539,8 @@ static void mti_kv_work(mti_operator *op, const mti_kv *k) {
 }
 
 #include "kv_cache.cuh"
+#include "kv_tiles.cuh"
+#include "kv_choice.cuh"
 
 /* clang-format off */
 static const mti_table mti_kv_cache_append_table = {"mt_kv_cache_append",

@@ -115,9 +115,10 @@ static mt_status mti_cuda_kv_cache_append(const mti_kv *kv) {
     });
 }
 
-/* Attention to a cache, for any float type and for head_dim up to 256. The queries of all heads of a group at all new
-   tokens of a sequence are rows: row i * heads_per_group + j is head j at token i. A block owns a tile of ROWS rows of
-   a group, and one split of the keys. It reads each key and value once for the tile, 16 bytes at a time.
+/* Attention to a cache without tensor cores, for any float type and for head_dim up to 256. The queries of all heads of
+   a group at all new tokens of a sequence are rows: row i * heads_per_group + j is head j at token i. A block owns a
+   tile of ROWS rows of a group, and one split of the keys. It reads each key and value once for the tile, 16 bytes at a
+   time.
 
    LANES neighbouring lanes of a warp share a key, and each of them has 8 features of it. So a warp works on
    32 / LANES * MTI_KV_AHEAD keys in a step:
@@ -288,14 +289,14 @@ template <int ROWS, int WIDTH> struct mti_split_part {
 };
 
 /* Merges the features [col, col + 8) of a row, in the order of the warps. Returns the maximum and the sum. */
-template <int ROWS, int WIDTH>
+template <int WARPS, int ROWS, int WIDTH>
 static __device__ __forceinline__ float2 mti_split_merge_warps(int fast, const mti_split_part<ROWS, WIDTH> *parts,
                                                                int row, int col, float *acc) {
     float2 all = make_float2(-INFINITY, 0.0f);
-    for (int w = 0; w < MTI_KV_WARPS; w++) all.x = fmaxf(all.x, parts[w].stats[row].x);
+    for (int w = 0; w < WARPS; w++) all.x = fmaxf(all.x, parts[w].stats[row].x);
     MT_DEVICE_UNROLL
     for (int e = 0; e < MTI_VECTOR; e++) acc[e] = 0.0f;
-    for (int w = 0; w < MTI_KV_WARPS; w++) {
+    for (int w = 0; w < WARPS; w++) {
         float factor = mti_split_factor(fast, parts[w].stats[row].x, all.x);
         all.y += parts[w].stats[row].y * factor;
         MT_DEVICE_UNROLL
@@ -316,16 +317,16 @@ static __device__ __forceinline__ void mti_split_store_out(const mti_kv_gpu &k, 
 }
 
 /* Each thread stores 8 features of a row of the tile: in out, or in the scratch memory if there are more splits. */
-template <int TYPE, int LANES, int ROWS>
+template <int TYPE, int LANES, int WARPS, int ROWS, int WIDTH>
 static __device__ __forceinline__ void mti_split_finish(const mti_kv_gpu &k, const mti_split_block &m, int fast,
-                                                        const mti_split_part<ROWS, LANES * MTI_VECTOR> *parts) {
+                                                        const mti_split_part<ROWS, WIDTH> *parts) {
     int64_t h = k.s.heads_per_group;
-    for (int item = (int)threadIdx.x; item < ROWS * LANES; item += 32 * MTI_KV_WARPS) {
+    for (int item = (int)threadIdx.x; item < ROWS * LANES; item += 32 * WARPS) {
         int r = item / LANES, col = item % LANES * MTI_VECTOR;
         int64_t i = mt_divide(m.row + r, h), head = m.group * h + m.row + r - i * h;
         float acc[MTI_VECTOR];
         if (i >= k.s.seq || col >= k.s.head_dim) continue;
-        float2 stats = mti_split_merge_warps(fast, parts, r, col, acc);
+        float2 stats = mti_split_merge_warps<WARPS>(fast, parts, r, col, acc);
         if (k.splits > 1) {
             int64_t at = k.split_of(m.b, i, head, m.split);
             float4 *to = (float4 *)(k.sums + at * k.pitch + col);
@@ -337,8 +338,7 @@ static __device__ __forceinline__ void mti_split_finish(const mti_kv_gpu &k, con
 
 /* The grid is (splits x tiles) x groups x sequences. The barrier separates writing the results of the warps from
    reading them. */
-template <int TYPE, int LANES, int ROWS>
-static __global__ void __launch_bounds__(32 * MTI_KV_WARPS, ROWS == 8 ? 2 : 3) mti_kv_attention_kernel(mti_kv_gpu k) {
+template <int TYPE, int LANES, int ROWS> static __device__ __forceinline__ void mti_split_run(const mti_kv_gpu &k) {
     typedef mti_split_part<ROWS, LANES * MTI_VECTOR> part;
     constexpr int Across = 32 / LANES, Step = Across * MTI_KV_AHEAD;
     MT_SHARED(part, parts, MTI_KV_WARPS);
@@ -377,8 +377,20 @@ static __global__ void __launch_bounds__(32 * MTI_KV_WARPS, ROWS == 8 ? 2 : 3) m
         if (lane == 0) parts[warp].stats[r] = make_float2(x.top[r], x.sum[r]);
     }
     __syncthreads();
-    mti_split_finish<TYPE, LANES, ROWS>(k, m, fast, parts);
+    mti_split_finish<TYPE, LANES, MTI_KV_WARPS>(k, m, fast, parts);
 }
+
+/* Code for sm_80 and later has this kernel only for f32 and MTI_ANY_TYPE: mti_kv_tile_kernel runs the others. */
+#if defined(__CUDA_ARCH__) && MTI_HAS_SM80
+#define MTI_SPLIT_HAS(TYPE) (mti_fetched<TYPE>::size == 4)
+#else
+#define MTI_SPLIT_HAS(TYPE) true
+#endif
+template <int TYPE, int LANES, int ROWS>
+static __global__ void __launch_bounds__(32 * MTI_KV_WARPS, ROWS == 8 ? 2 : 3) mti_kv_attention_kernel(mti_kv_gpu k) {
+    if (MTI_SPLIT_HAS(TYPE)) mti_split_run<TYPE, LANES, ROWS>(k);
+}
+#undef MTI_SPLIT_HAS
 
 /* Merges the splits of a query. A block owns a query of a head, and each of its warps owns every fourth split that the
    query sees. A lane has 8 features. The barrier is that of mti_kv_attention_kernel. The grid is heads x tokens x
@@ -396,9 +408,13 @@ template <int TYPE> static __global__ void __launch_bounds__(32 * MTI_KV_WARPS) 
         float2 stats = k.stats[at];
         float now = fmaxf(top, stats.x), own = mti_split_factor(fast, top, now),
               other = mti_split_factor(fast, stats.x, now);
-        MT_DEVICE_UNROLL
-        for (int e = 0; e < MTI_VECTOR && col < k.pitch; e++)
-            acc[e] = acc[e] * own + k.sums[at * k.pitch + col + e] * other;
+        if (col < k.pitch) {
+            const float4 *from = (const float4 *)(k.sums + at * k.pitch + col);
+            float4 low = from[0], high = from[1];
+            const float x[] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+            MT_DEVICE_UNROLL
+            for (int e = 0; e < MTI_VECTOR; e++) acc[e] = acc[e] * own + x[e] * other;
+        }
         sum = sum * own + stats.y * other;
         top = now;
     }
@@ -407,18 +423,22 @@ template <int TYPE> static __global__ void __launch_bounds__(32 * MTI_KV_WARPS) 
     if (lane == 0) parts[warp].stats[0] = make_float2(top, sum);
     __syncthreads();
     if (warp > 0 || col >= k.s.head_dim) return;
-    float2 stats = mti_split_merge_warps(fast, parts, 0, col, acc);
+    float2 stats = mti_split_merge_warps<MTI_KV_WARPS>(fast, parts, 0, col, acc);
     mti_split_store_out<TYPE>(k, b * k.s.seq + i, head, col, stats.y, acc);
 }
 
-/* Takes the scratch memory: (4 round_up(head_dim, 8) + 8) bytes for each query head of a token and each split. */
+/* Limits the number of blocks, and takes the scratch memory: (4 round_up(head_dim, 8) + 8) bytes for each query head of
+   a token and each split. */
 static mt_status mti_split_room(const mti_kv *kv, mti_kv_gpu *k) {
     const mt_attention_desc *s = &kv->desc;
-    int64_t n = s->batch * s->seq * mti_attention_heads(s);
+    int64_t n = s->batch * s->seq * mti_attention_heads(s), rows = s->seq * s->heads_per_group;
     void *memory = NULL;
     k->splits = 1; /* max_seq is below 2^30, so it and the splits are numbers of 32 bits */
-    if (s->seq > MTI_KV_FEW || k->tokens.max_seq <= MTI_KV_SPLIT) return MT_SUCCESS;
-    k->splits = (int)((k->tokens.max_seq + MTI_KV_SPLIT - 1) / MTI_KV_SPLIT);
+    if (s->seq <= MTI_KV_FEW) k->splits = (int)((k->tokens.max_seq + MTI_KV_SPLIT - 1) / MTI_KV_SPLIT);
+    if (mt_size_mul(rows, k->splits) < 0 || rows * k->splits > INT_MAX)
+        return mt_fail(kv->ctx, MT_ERR_UNSUPPORTED, "mt_kv_cache_attention: %lld queries of a group, and %d splits",
+                       (long long)rows, k->splits);
+    if (k->splits == 1) return MT_SUCCESS;
     k->pitch = (int)mt_round_up(s->head_dim, MTI_VECTOR);
     n = mt_size_mul(n, k->splits);
     if (mt_size_mul(mt_size_mul(n, k->pitch), sizeof(float)) < 0)
@@ -431,13 +451,18 @@ static mt_status mti_split_room(const mti_kv *kv, mti_kv_gpu *k) {
     return MT_SUCCESS;
 }
 
+/* Merges the splits, if there are several. */
+template <int TYPE> static mt_status mti_split_merge(const mti_kv *kv, const mti_kv_gpu &k) {
+    dim3 grid((unsigned)mti_attention_heads(&k.s), (unsigned)k.s.seq, (unsigned)k.s.batch);
+    if (k.splits == 1) return MT_SUCCESS;
+    MT_LAUNCH_KERNEL(mti_kv_merge_kernel<TYPE>, grid, 32 * MTI_KV_WARPS, 0, mt_context_stream(kv->ctx), k);
+    return mt_cuda_launched(kv->ctx, "mt_kv_cache_attention");
+}
+
 /* Launches the kernel with tiles of 1, 4 or 8 rows, and with 8, 16 or 32 lanes for a key. With 8 rows, keys and values
    in f32 would need too many registers. */
 template <int TYPE> static mt_status mti_split_attention(const mti_kv *kv, const mti_kv_gpu &k) {
     int64_t d = k.s.head_dim, rows = k.s.seq * k.s.heads_per_group;
-    if (mt_size_mul(rows, k.splits) < 0 || rows * k.splits > INT_MAX)
-        return mt_fail(kv->ctx, MT_ERR_UNSUPPORTED, "mt_kv_cache_attention: %lld queries of a group, and %d splits",
-                       (long long)rows, k.splits);
     constexpr int Tiles = mti_fetched<TYPE>::size == 2 ? 3 : 2;
     return mti_by_kind<3>(TYPE == MTI_ANY_TYPE || d > 128 ? 2 : d > 64, [&](auto lanes) {
         return mti_by_kind<Tiles>(rows > 4 ? 2 : rows > 1, [&](auto tile) {
@@ -448,59 +473,6 @@ template <int TYPE> static mt_status mti_split_attention(const mti_kv *kv, const
                              mt_context_stream(kv->ctx), k);
             return mt_cuda_launched(kv->ctx, "mt_kv_cache_attention");
         });
-    });
-}
-
-/* Whether the forward kernel on tensor cores can run a call whose views have the type `type`, see mti_flash_fits. Calls
-   with few tokens have too few rows for its tiles. */
-static int mti_kv_flash_fits(const mti_kv *kv, int type, int built_for) {
-    const mt_attention_desc *s = &kv->desc;
-    return mti_flash_size(s) > 0 && (type == MT_BF16 || type == MT_F16) && built_for >= 80 && s->seq > MTI_KV_FEW &&
-           s->scores.scale > 0.0f && mti_flash_fits_scores(s);
-}
-
-template <int HeadDim> static mt_status mti_kv_flash(const mti_attention *a, const mti_flash &f) {
-    void (*kernel)(mti_flash) = a->q.dtype == MT_BF16 ? mti_flash_forward_kernel<HeadDim, true, false, true, true>
-                                                      : mti_flash_forward_kernel<HeadDim, false, false, true, true>;
-    return mti_flash_launch(a, "mt_kv_cache_attention", kernel, MTI_FLASH_ROWS, mti_attention_heads(&a->desc),
-                            2 * f.cached.max_seq / a->desc.heads_per_group, mti_flash_threads<HeadDim>(),
-                            mti_flash_forward_bytes<HeadDim, true>(), f);
-}
-
-static mt_status mti_kv_run_flash(const mti_kv *kv) {
-    mti_attention a = mti_attention_resolve(kv->ctx, &kv->desc, kv->out, mt_none());
-    mti_flash f;
-    a.q = kv->qkv, a.k = kv->cache.keys, a.v = kv->cache.values;
-    a.q_step = kv->cols.q_step;
-    f = mti_flash_of(&a);
-    f.cached = mti_cached_of(kv);
-    MT_TRY(mt_cuda_enter(kv->ctx));
-    switch (mti_flash_size(&kv->desc)) {
-    case 64: return mti_kv_flash<64>(&a, f);
-    case 96: return mti_kv_flash<96>(&a, f);
-    case 128: return mti_kv_flash<128>(&a, f);
-    case 192: return mti_kv_flash<192>(&a, f);
-    default: return mti_kv_flash<256>(&a, f);
-    }
-}
-
-static mt_status mti_cuda_kv_cache_attention(const mti_kv *kv) {
-    mti_kv_gpu k = mti_kv_gpu_of(kv);
-    int built_for = 0;
-    int type = mti_row_type(kv->desc.head_dim, kv->qkv, kv->cache.keys, kv->cache.values, kv->out);
-    MT_TRY(mti_cuda_attention_check(kv->ctx, &kv->desc));
-    MT_TRY(mti_cuda_attention_limit(kv->ctx, "max_seq", kv->cache.max_seq, INT_MAX / 2));
-    if (mti_is_empty(kv->out)) return MT_SUCCESS;
-    MT_TRY(mti_built_for(kv->ctx, &built_for));
-    if (mti_kv_flash_fits(kv, type, built_for)) return mti_kv_run_flash(kv);
-    MT_TRY(mti_split_room(kv, &k));
-    MT_TRY(mt_cuda_enter(kv->ctx));
-    return mti_by_type(type, [&](auto t) {
-        dim3 grid((unsigned)mti_attention_heads(&k.s), (unsigned)k.s.seq, (unsigned)k.s.batch);
-        MT_TRY(mti_split_attention<t.value>(kv, k));
-        if (k.splits == 1) return MT_SUCCESS;
-        MT_LAUNCH_KERNEL(mti_kv_merge_kernel<t.value>, grid, 32 * MTI_KV_WARPS, 0, mt_context_stream(kv->ctx), k);
-        return mt_cuda_launched(kv->ctx, "mt_kv_cache_attention");
     });
 }
 

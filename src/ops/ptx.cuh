@@ -3,6 +3,13 @@
 #pragma once
 #include "system.h"
 
+/* Whether code that is compiled now may use the instructions of sm_80. It is 1 in code for the host, too. */
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#define MTI_HAS_SM80 1
+#else
+#define MTI_HAS_SM80 0
+#endif
+
 #if MT_HAS_CUDA
 extern "C++" {
 
