@@ -101,34 +101,47 @@ template <int SLICES, int WARPS, int LANE_ROWS, int LANE_COLS, int BLOCKS> struc
 static __device__ __forceinline__ int mti_plain_r() { return (int)threadIdx.x % 32 / 8; }
 static __device__ __forceinline__ int mti_plain_c() { return (int)threadIdx.x % 8; }
 
-/* Copies the rows [first, first + Count) of a head to shared memory, as f32, and zeros instead of the rows outside of
-   `all`. base is the row of the view for row 0. Row x of each Lanes * Each rows becomes row x % Each * Lanes + x /
+/* The place in shared memory of element d of row x. Row x of each Lanes * Each rows becomes row x % Each * Lanes + x /
    Each: the rows that Lanes lanes load at the same time are then neighbours. */
-template <typename T, int Count, int Lanes, int Each, bool WIDE, int TYPE>
-static __device__ __forceinline__ void mti_plain_copy(const mti_plain &p, const mti_view &v, int64_t base, int64_t col,
-                                                      int64_t first, mti_span all, float *to) {
-    constexpr int Vectors = 32 * T::Slices / MTI_VECTOR, Group = Lanes * Each;
-    int dim = (int)p.s.head_dim;
-    MT_DEVICE_UNROLL_2
-    for (int e = (int)threadIdx.x; e < Count * Vectors; e += T::Threads) {
-        int x = e / Vectors, d = e % Vectors * MTI_VECTOR;
-        int64_t row = first + x;
-        float y[MTI_VECTOR] = {};
-        if (row >= all.first && row < all.end && d < dim)
-            mti_load<WIDE, TYPE>(v, base + row, col + d, WIDE ? MTI_VECTOR : min(dim - d, MTI_VECTOR), y);
-        float4 *at = (float4 *)(to + (x / Group * Group + x % Each * Lanes + x % Group / Each) * T::Pitch + d);
-        at[0] = make_float4(y[0], y[1], y[2], y[3]);
-        at[1] = make_float4(y[4], y[5], y[6], y[7]);
-    }
+template <typename T, int Lanes, int Each>
+static __device__ __forceinline__ float *mti_plain_place(float *to, int x, int d) {
+    constexpr int Group = Lanes * Each;
+    return to + (x / Group * Group + x % Each * Lanes + x % Group / Each) * T::Pitch + d;
 }
 
+/* Copies vector e of the rows from `first` on of a head to shared memory, as f32, and zeros instead of the rows outside
+   of `all`. base is the row of the view for row 0. WIDE: the rows are f32 and can be loaded 16 bytes at a time. */
+template <typename T, int Lanes, int Each, bool WIDE>
+static __device__ __forceinline__ void mti_plain_copy(const mti_plain &p, const mti_view &v, int64_t base, int64_t col,
+                                                      int64_t first, mti_span all, float *to, int e) {
+    constexpr int Vectors = 32 * T::Slices / MTI_VECTOR;
+    int x = e / Vectors, d = e % Vectors * MTI_VECTOR, dim = (int)p.s.head_dim;
+    int64_t row = first + x;
+    bool is = row >= all.first && row < all.end && d < dim;
+    float *at = mti_plain_place<T, Lanes, Each>(to, x, d), y[MTI_VECTOR] = {};
+    if (WIDE || p.wide) {
+        if (is) mti_load<true, WIDE ? MT_F32 : MTI_ANY_TYPE>(v, base + row, col + d, MTI_VECTOR, y);
+        *(float4 *)at = make_float4(y[0], y[1], y[2], y[3]);
+        *(float4 *)(at + 4) = make_float4(y[4], y[5], y[6], y[7]);
+        return;
+    }
+    MT_DEVICE_NO_UNROLL
+    for (int j = 0; j < MTI_VECTOR; j++) at[j] = is && d + j < dim ? mti_get(v, base + row, col + d + j) : 0.0f;
+}
+
+/* Copies the rows [first, first + Count). The loop for f32 is unrolled. The other one is for calls that are rare. It is
+   short, because nvcc compiles it several times for each kernel. */
 template <typename T, int Count, int Lanes, int Each>
 static __device__ __forceinline__ void mti_plain_load(const mti_plain &p, const mti_view &v, int64_t base, int64_t col,
                                                       int64_t first, mti_span all, float *to) {
-    if (!p.wide) mti_plain_copy<T, Count, Lanes, Each, false, MTI_ANY_TYPE>(p, v, base, col, first, all, to);
-    else if (v.dtype == MT_F32) mti_plain_copy<T, Count, Lanes, Each, true, MT_F32>(p, v, base, col, first, all, to);
-    else if (v.dtype == MT_BF16) mti_plain_copy<T, Count, Lanes, Each, true, MT_BF16>(p, v, base, col, first, all, to);
-    else mti_plain_copy<T, Count, Lanes, Each, true, MT_F16>(p, v, base, col, first, all, to);
+    constexpr int Items = Count * 32 * T::Slices / MTI_VECTOR;
+    int e = (int)threadIdx.x;
+    if (p.wide && v.dtype == MT_F32) {
+        MT_DEVICE_UNROLL_2
+        for (; e < Items; e += T::Threads) mti_plain_copy<T, Lanes, Each, true>(p, v, base, col, first, all, to, e);
+    }
+    MT_DEVICE_NO_UNROLL
+    for (; e < Items; e += T::Threads) mti_plain_copy<T, Lanes, Each, false>(p, v, base, col, first, all, to, e);
 }
 
 /* The same for the rows of a block, of which there are `rows`, and for a tile. */
