@@ -442,10 +442,14 @@ template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_threads() {
     return MTI_FLASH_ROWS / mti_flash_rows<HeadDim>() * 2;
 }
 
-/* Whether this call drops probabilities. Kernels with DROP = false never do. For HeadDim > 128 there are only kernels
-   with DROP = true, which ask, so that nvcc has fewer of them to compile. */
-template <int HeadDim, bool DROP> static __device__ __forceinline__ bool mti_flash_drops(const mti_flash &f) {
-    return DROP && (HeadDim <= 128 || f.p.drop.on);
+/* Whether this call drops probabilities. Kernels with DROP = false never do. With SPANS, and for HeadDim > 128, kernels
+   without a cache have DROP = true and ask, so that nvcc has fewer of them to compile. */
+template <int HeadDim, bool SPANS> static MT_HOST_DEVICE constexpr bool mti_flash_asks() {
+    return SPANS || HeadDim > 128;
+}
+template <int HeadDim, bool DROP, bool SPANS>
+static __device__ __forceinline__ bool mti_flash_drops(const mti_flash &f) {
+    return DROP && (!mti_flash_asks<HeadDim, SPANS>() || f.p.drop.on);
 }
 
 /* A block owns 128 queries of a head, and each of its four warps owns 32 of them. Shared memory has q [128, HeadDim]
@@ -464,8 +468,8 @@ template <int HeadDim, bool DROP> static __device__ __forceinline__ bool mti_fla
    With CACHED (and SPANS), k and v are those of a key/value cache, and the spans those of its new tokens.
 
    head size                      64    96   128
-   mma per ldmatrix in the loop   4.0   3.6  3.2   (96 with dropout and SPANS: fewer)
-   registers (sm_90)              226   255  255   (with SPANS: 245, 254, 255)
+   mma per ldmatrix in the loop   4.0   3.6  3.2   (96 with SPANS: fewer)
+   registers (sm_90)              226   255  255   (with SPANS: 242, 250, 255)
    blocks of an SM, sm_80, sm_90  2     2    2     and with the 100 KiB of sm_86, sm_89, sm_120: 2, 1, 1
 
    A warp owns 16 queries of 192 or 256 features, and a block has eight warps. Two products take a fragment of k or v
@@ -515,7 +519,7 @@ static __global__ void __launch_bounds__(mti_flash_threads<HeadDim>(), mti_flash
             else if (!f.sees(row, key + Step - 1, keys)) mti_flash_mask_rows(f, s, keys, row, key);
             mti_flash_softmax<SPANS>(f.scale, s, acc, top, sum);
             mti_tile_round<BF16>(p, s);
-            if (mti_flash_drops<HeadDim, DROP>(f)) {
+            if (mti_flash_drops<HeadDim, DROP, SPANS>(f)) {
                 mti_flash_kept_rows<Step / 8>(f, head, SPANS ? first + mti_flash_again(warp) : row, key, kept);
                 mti_flash_drop(p, kept);
             }
@@ -595,7 +599,7 @@ static __device__ __forceinline__ void mti_flash_score_grads(const mti_flash &f,
 
    head size                      64    96    128
    mma per ldmatrix in the loop   3.4   2.6   2.4   (96 with dropout or SPANS: 2.4)
-   registers (sm_90)              248   246   253   (with SPANS: 242, 244, 254)
+   registers (sm_90)              248   246   253   (with SPANS: 243, 242, 254)
    blocks of an SM, sm_90         2     2     2     sm_80: 2, 2, 1; sm_86, sm_89, sm_120: 2, 1, 1, with SPANS 1, 1, 1
 
    With 192 or 256 features a block owns 64 queries, and each of its warps owns 16 of them. mma per ldmatrix: 1.8, 1.4.
@@ -638,7 +642,7 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f
         if (SPANS ? mti_flash_meets<RowTiles * 16>(spans + (DROP ? warp : mti_flash_again(warp)), key, Step)
                   : f.sees(row + RowTiles * 16 - 1, key, keys)) {
             mti_tile_scores<HeadDim, BF16, Held>(dp, y, dout + warp * HeadDim, pairs + now + Step * HeadDim);
-            if (mti_flash_drops<HeadDim, DROP>(f)) {
+            if (mti_flash_drops<HeadDim, DROP, SPANS>(f)) {
                 mti_flash_kept_rows<Step / 8>(f, head, SPANS ? first + mti_flash_again(warp) : row, key, kept);
                 mti_flash_drop(dp, kept);
             }
@@ -741,8 +745,9 @@ static __device__ __forceinline__ void mti_flash_dkv_add(const mti_flash &f, mti
                   Held = mti_flash_dkv_held<HeadDim, DROP>();
     float s[RowTiles][Part / 8][4], dp[RowTiles][Part / 8][4];
     uint32_t p[Part / 16][RowTiles][4], ds[Part / 16][RowTiles][4];
-    uint32_t kept =
-        mti_flash_drops<HeadDim, DROP>(f) ? mti_flash_kept_columns<RowTiles, Part / 8>(f, head, row, query) : ~0u;
+    uint32_t kept = mti_flash_drops<HeadDim, DROP, SPANS>(f)
+                        ? mti_flash_kept_columns<RowTiles, Part / 8>(f, head, row, query)
+                        : ~0u;
     mti_tile_scores<HeadDim, BF16, Held>(s, own.held_k, own.k, q);
     if (Split && own.values) mti_tile_zero(dp);
     else mti_tile_scores<HeadDim, BF16, Held>(dp, own.held_v, own.v, dout);
@@ -767,8 +772,8 @@ static __device__ __forceinline__ void mti_flash_dkv_add(const mti_flash &f, mti
    fixed order to an f32 copy of dq in memory: 64 KiB read and written for 64 queries and 128 keys of head size 128.
 
    head size                      64    96    128
-   mma per ldmatrix in the loop   2.7   2.0   1.7   (64 with dropout: 2.3)
-   registers (sm_90)              255   239   255   (with SPANS: 253, 244, 255)
+   mma per ldmatrix in the loop   2.7   2.0   1.7   (64 with dropout or SPANS: 2.3)
+   registers (sm_90)              255   239   255   (with SPANS: 251, 247, 255)
    blocks of an SM                2     1     1     with 128, 256, 256 threads; 64 with SPANS on sm_86, sm_89, sm_120: 1
 
    With 192 or 256 features, dk and dv of 16 keys are too large for the registers of a warp. A block then owns 64 keys.
@@ -886,7 +891,7 @@ static mti_flash mti_flash_of(const mti_attention *a) {
 }
 
 template <int HeadDim, bool SPANS> static mt_status mti_flash_run_forward(const mti_attention *a) {
-    constexpr bool Asks = HeadDim > 128; /* see mti_flash_drops */
+    constexpr bool Asks = mti_flash_asks<HeadDim, SPANS>(); /* see mti_flash_drops */
     mti_flash f = mti_flash_of(a);
     void (*kernels[2][2])(mti_flash) = {
         {mti_flash_forward_kernel<HeadDim, false, Asks, SPANS>, mti_flash_forward_kernel<HeadDim, false, true, SPANS>},
@@ -902,7 +907,7 @@ template <int HeadDim, bool SPANS> static mt_status mti_flash_run_backward(const
     constexpr int Rows = mti_flash_back_rows<HeadDim>();
     const mt_attention_desc *s = &a->desc;
     static const char *const name = "mt_attention_backward";
-    constexpr bool Asks = HeadDim > 128; /* see mti_flash_drops */
+    constexpr bool Asks = mti_flash_asks<HeadDim, SPANS>(); /* see mti_flash_drops */
     mti_flash f = mti_flash_of(a);
     int64_t heads = mti_attention_heads(s), stats = s->batch * heads * f.pitch;
     int bf16 = a->q.dtype == MT_BF16, drop = f.p.drop.on != 0;
