@@ -159,6 +159,7 @@ extern "C" {
 #include "ops/attention_flash.cuh"
 #include "ops/attention_cudnn.cuh"
 #include "ops/attention_hopper.cuh"
+#include "ops/attention_hopper_back.cuh"
 #include "ops/attention_choice.cuh"
 #include "ops/attention.c"
 #include "ops/rotary.cuh"

@@ -2,7 +2,7 @@
 
 #pragma once
 #include "attention_cudnn.cuh"
-#include "attention_hopper.cuh"
+#include "attention_hopper_back.cuh"
 
 #if MT_HAS_CUDA
 extern "C++" {
@@ -174,7 +174,7 @@ struct mti_attention_kernels {
 #define MTI_FLASH_KERNELS(dim, spans)                                                                                  \
     mti_flash_fits<dim, spans>, mti_flash_run_forward<dim, spans>, mti_flash_run_backward<dim, spans>
 #define MTI_HOPPER_KERNELS(dim, spans)                                                                                 \
-    mti_hopper_fits<dim, spans>, mti_hopper_run_forward<dim, spans>, mti_flash_run_backward<dim, spans>
+    mti_hopper_fits<dim, spans>, mti_hopper_run_forward<dim, spans>, mti_hopper_run_backward<dim>
 static const mti_attention_kernels mti_attention_table[] = {
 #if defined(MT_USE_CUDNN)
     {"cudnn", mti_cudnn_fits, mti_cudnn_run_forward, NULL}, /* fits no backward */

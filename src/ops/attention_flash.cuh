@@ -206,12 +206,17 @@ static __device__ __forceinline__ void mti_flash_begin_spans(const mti_flash &f,
     *end = all.end;
 }
 
-/* Whether any of the Rows rows of the warp sees any of the columns [at, at + count), and whether each row sees them
-   all. spans are those of the warp. Each lane looks at one row. */
+/* Whether any of Rows rows sees any of the columns [at, at + count), and whether each row sees them all. The rows are
+   those of the warp, or of more warps. Each lane looks at every 32nd row. */
 template <int Rows>
 static __device__ __forceinline__ bool mti_flash_meets(const mti_flash_span *spans, int at, int count) {
-    mti_flash_span of = spans[threadIdx.x & (Rows - 1)];
-    return __any_sync(0xffffffffu, of.first < at + count && of.end > at);
+    bool meets = false;
+    MT_DEVICE_UNROLL
+    for (int r = 0; r < Rows; r += 32) {
+        mti_flash_span of = spans[r + (int)(threadIdx.x & (Rows < 32 ? Rows - 1 : 31))];
+        meets |= of.first < at + count && of.end > at;
+    }
+    return __any_sync(0xffffffffu, meets);
 }
 template <int Rows>
 static __device__ __forceinline__ bool mti_flash_covers(const mti_flash_span *spans, int at, int count) {
@@ -902,21 +907,20 @@ template <int HeadDim, bool SPANS> static mt_status mti_flash_run_forward(const 
                             mti_flash_threads<HeadDim>(), mti_flash_forward_bytes<HeadDim, SPANS>(), f);
 }
 
+/* The two kernels of backward: the rows and the threads of their blocks, and their shared memory. */
+struct mti_flash_back {
+    void (*dq)(mti_flash), (*dkv)(mti_flash);
+    int64_t rows;
+    unsigned dq_threads, dkv_threads;
+    int dq_bytes, dkv_bytes;
+};
+
 /* mt_attention_backward releases the memory of lse and delta when it ends. */
-template <int HeadDim, bool SPANS> static mt_status mti_flash_run_backward(const mti_attention *a) {
-    constexpr int Rows = mti_flash_back_rows<HeadDim>();
+static mt_status mti_flash_backward(const mti_attention *a, const mti_flash_back &k) {
     const mt_attention_desc *s = &a->desc;
     static const char *const name = "mt_attention_backward";
-    constexpr bool Asks = mti_flash_asks<HeadDim, SPANS>(); /* see mti_flash_drops */
     mti_flash f = mti_flash_of(a);
     int64_t heads = mti_attention_heads(s), stats = s->batch * heads * f.pitch;
-    int bf16 = a->q.dtype == MT_BF16, drop = f.p.drop.on != 0;
-    void (*dq[2][2])(mti_flash) = {
-        {mti_flash_dq_kernel<HeadDim, false, Asks, SPANS>, mti_flash_dq_kernel<HeadDim, false, true, SPANS>},
-        {mti_flash_dq_kernel<HeadDim, true, Asks, SPANS>, mti_flash_dq_kernel<HeadDim, true, true, SPANS>}};
-    void (*dkv[2][2])(mti_flash) = {
-        {mti_flash_dkv_kernel<HeadDim, false, Asks, SPANS>, mti_flash_dkv_kernel<HeadDim, false, true, SPANS>},
-        {mti_flash_dkv_kernel<HeadDim, true, Asks, SPANS>, mti_flash_dkv_kernel<HeadDim, true, true, SPANS>}};
     void *memory = NULL;
     MT_TRY(mt_arena_alloc(a->ctx, (size_t)(2 * stats) * sizeof(float), &memory));
     f.lse = (float *)memory;
@@ -925,10 +929,29 @@ template <int HeadDim, bool SPANS> static mt_status mti_flash_run_backward(const
     MT_LAUNCH_KERNEL(mti_flash_stats_kernel, dim3((unsigned)(f.pitch / 64), (unsigned)heads, (unsigned)s->batch), 256,
                      0, mt_context_stream(a->ctx), f);
     MT_TRY(mt_cuda_launched(a->ctx, name));
-    MT_TRY(mti_flash_launch(a, name, dq[bf16][drop], Rows, heads, 2 * s->seq / s->heads_per_group, 128,
-                            mti_flash_dq_bytes<HeadDim, SPANS>(), f));
-    return mti_flash_launch(a, name, dkv[bf16][drop], Rows, s->groups, 2 * s->seq * s->heads_per_group,
-                            mti_flash_dkv_threads<HeadDim>(), mti_flash_dkv_bytes<HeadDim, SPANS>(), f);
+    MT_TRY(
+        mti_flash_launch(a, name, k.dq, k.rows, heads, 2 * s->seq / s->heads_per_group, k.dq_threads, k.dq_bytes, f));
+    return mti_flash_launch(a, name, k.dkv, k.rows, s->groups, 2 * s->seq * s->heads_per_group, k.dkv_threads,
+                            k.dkv_bytes, f);
+}
+
+template <int HeadDim, bool SPANS> static mt_status mti_flash_run_backward(const mti_attention *a) {
+    constexpr bool Asks = mti_flash_asks<HeadDim, SPANS>(); /* see mti_flash_drops */
+    int bf16 = a->q.dtype == MT_BF16, drop = a->desc.dropout.p > 0.0f;
+    void (*dq[2][2])(mti_flash) = {
+        {mti_flash_dq_kernel<HeadDim, false, Asks, SPANS>, mti_flash_dq_kernel<HeadDim, false, true, SPANS>},
+        {mti_flash_dq_kernel<HeadDim, true, Asks, SPANS>, mti_flash_dq_kernel<HeadDim, true, true, SPANS>}};
+    void (*dkv[2][2])(mti_flash) = {
+        {mti_flash_dkv_kernel<HeadDim, false, Asks, SPANS>, mti_flash_dkv_kernel<HeadDim, false, true, SPANS>},
+        {mti_flash_dkv_kernel<HeadDim, true, Asks, SPANS>, mti_flash_dkv_kernel<HeadDim, true, true, SPANS>}};
+    mti_flash_back back = {dq[bf16][drop],
+                           dkv[bf16][drop],
+                           mti_flash_back_rows<HeadDim>(),
+                           128,
+                           mti_flash_dkv_threads<HeadDim>(),
+                           mti_flash_dq_bytes<HeadDim, SPANS>(),
+                           mti_flash_dkv_bytes<HeadDim, SPANS>()};
+    return mti_flash_backward(a, back);
 }
 
 } /* extern "C++" */

@@ -64,25 +64,27 @@ template <int Slots> struct mti_hopper_ring {
 };
 
 /* What a thread of the producer copies of each tile: vector threadIdx.x % 8 of each block of columns, in row
-   threadIdx.x / 8 and every 16th one below it. tile and from are the addresses of the first one. `left` is the number
-   of rows that are left from there on, and `last` the bytes of the vector in the last block of columns. The thread goes
-   down by addition, because the producer has 24 registers. See mti_tile_fetch. */
+   threadIdx.x / 8 and every 16th one below it. tile and from are the addresses of the first one, and `step` is the
+   distance of the next one. `left` is the number of rows that are left from the first one on, and `last` the bytes of
+   the vector in the last block of columns. The thread goes down by addition, because the producer has 24 registers.
+   Returns the address behind its last row. With Down = 8, 64 threads copy a tile. See mti_tile_fetch. */
 static __device__ __forceinline__ int mti_hopper_row() { return (int)threadIdx.x / 8; }
 static __device__ __forceinline__ int mti_hopper_vector() { return (int)threadIdx.x % 8; }
 static __device__ __forceinline__ int mti_hopper_place() {
     return mti_hopper_row() * 64 + (mti_hopper_vector() ^ (mti_hopper_row() & 7)) * 8;
 }
-template <int Rows, int HeadDim>
-static __device__ __forceinline__ void mti_hopper_fetch(uint16_t *tile, const uint16_t *from, int64_t ld, int left,
-                                                        int last) {
+template <int Rows, int HeadDim, int Down = 16>
+static __device__ __forceinline__ const uint16_t *mti_hopper_fetch(uint16_t *tile, const uint16_t *from, int64_t step,
+                                                                   int left, int last) {
     constexpr int Blocks = (HeadDim + 63) / 64;
     MT_DEVICE_NO_UNROLL
-    for (int r = 0; r < Rows; r += 16) {
+    for (int r = 0; r < Rows; r += Down) {
         MT_DEVICE_UNROLL
         for (int c = 0; c < Blocks; c++)
             mti_cp_async16(tile + c * Rows * 64, from + c * 64, left <= 0 ? 0 : c == Blocks - 1 ? last : 16);
-        tile += 16 * 64, from += 16 * ld, left -= 16;
+        tile += Down * 64, from += step, left -= Down;
     }
+    return from;
 }
 
 /* s = q k^T: starts the products, as one group. q are the 64 rows of a warpgroup. */
@@ -146,7 +148,7 @@ static __device__ __forceinline__ void mti_hopper_forward_copies(
         f.in(f.p.q, b, f.p.q_col(head)) + (int64_t)(first + mti_hopper_row()) * f.p.q.ld + mti_hopper_vector() * 8;
     q += mti_hopper_place();
     for (int w = 0; w < 2 && begin < keys; w++)
-        mti_hopper_fetch<64, HeadDim>(q + w * Shape::Own, from + w * 64 * f.p.q.ld, f.p.q.ld,
+        mti_hopper_fetch<64, HeadDim>(q + w * Shape::Own, from + w * 64 * f.p.q.ld, 16 * f.p.q.ld,
                                       (int)f.p.s.seq - first - w * 64 - mti_hopper_row(), last);
     from = f.in(f.p.k, b, f.p.k_col(head)) + (int64_t)(begin + mti_hopper_row()) * ld + mti_hopper_vector() * 8;
     keys -= begin;
@@ -154,7 +156,7 @@ static __device__ __forceinline__ void mti_hopper_forward_copies(
     for (; keys > 0; m++) {
         ring.acquire(m);
         mti_hopper_fetch<Shape::Step, HeadDim>(ring.slots + m % Shape::Slots * Shape::Tile + mti_hopper_place(), from,
-                                               ld, keys - mti_hopper_row(), last);
+                                               16 * ld, keys - mti_hopper_row(), last);
         mti_cp_async_commit();
         if (m > 0) {
             mti_cp_async_wait<1>();
