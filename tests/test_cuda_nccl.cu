@@ -2144,8 +2144,8 @@ static void test_registered_twice(void **state) {
 
 /* ---- memory of ranks that share a GPU over NCCL ------------------------------------------------------------------ */
 
-/* Rank 1 frees memory while rank 0 waits for it in a collective on the same GPU. Such memory stays with the context, and
-   becomes the next block of its size. */
+/* Rank 1 frees memory while rank 0 waits for it in a collective on the same GPU. Such memory stays with the context,
+   and becomes the next block of its size. */
 static mt_status free_beside(job *j, mt_context *ctx, mt_comm *comm) {
     size_t before = mt_context_allocated(ctx);
     void *first, *other, *again;

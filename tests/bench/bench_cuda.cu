@@ -11,7 +11,8 @@
    Data are random normal numbers. Each figure is the median of samples between CUDA events around repeated calls, after
    a warm-up. A ratio compares a figure with its limit, whose samples alternate with the figure's: a copy of as many
    bytes for a memory-bound operator, a large GEMM for attention and layers. The program says when a result is not
-   finite, or has other bits when it is computed again, and then exits with 1. The exit status is 77 when there is no GPU. */
+   finite, or has other bits when it is computed again, and then exits with 1. The exit status is 77 when there is no
+   GPU. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_comm.h"
