@@ -90,6 +90,10 @@ MT_API mt_status mt_adamw_check(mt_context *ctx, const mt_adamw *hyper);
    desc is NULL, or a field is out of range. */
 MT_API mt_status mt_sample_check(mt_context *ctx, const char *function, const mt_sample_desc *desc);
 
+/* As mt_linear_gradients, with dweight = dy^T x + beta dweight. With beta == 0, dweight is not read. */
+MT_API mt_status mt_linear_gradients_beta(mt_context *ctx, mt_tensor dy, mt_tensor x, float beta, mt_tensor dweight,
+                                          mt_tensor dbias);
+
 /* Returns the target of tokens without a loss, from the field mt_cross_entropy_shard_desc.ignore_index: its value,
    but 0 for MT_ZERO, and -100 for 0. */
 MT_API int32_t mt_ignore_index(int32_t ignore_index);

@@ -2,6 +2,7 @@
 
 #pragma once
 #include "linear.h"
+#include "authors.h"
 #include "fill.cuh"
 #include "gemm.c"
 #include "bias.cuh"
