@@ -7779,17 +7779,19 @@ static int mti_nccl_is_deterministic(const mt_context *ctx) {
     return ctx->nccl_options.deterministic || ctx->invariant;
 }
 
-/* Before NCCL makes a communicator: turns NVLS off, if sums must not depend on the run. Invariant mode adds by itself,
-   so there a program may have asked for NVLS. */
+/* Before NCCL makes a communicator: turns NVLS off, if sums must not depend on the run, or if ranks may share a GPU: NCCL
+   2.30 looks for these only in the last pair of ranks. Invariant mode adds by itself, so there a program may have asked
+   for NVLS. */
 static mt_status mti_nccl_fix_order(mt_context *ctx, const char *function) {
     const char *nvls = getenv(MTI_NVLS);
-    if (!mti_nccl_is_deterministic(ctx) || (nvls && strcmp(nvls, "0") == 0)) return MT_SUCCESS;
-    if (nvls && !ctx->nccl_options.deterministic) return MT_SUCCESS;
+    int shares = mti_nccl_may_share();
+    if ((!mti_nccl_is_deterministic(ctx) && !shares) || (nvls && strcmp(nvls, "0") == 0)) return MT_SUCCESS;
+    if (nvls && !ctx->nccl_options.deterministic && !shares) return MT_SUCCESS;
     if (nvls)
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: " MTI_NVLS " is %.32s in the environment, but mt_context_desc.nccl.deterministic needs 0: "
-                       "sums of NVLS may differ from run to run",
-                       function, nvls);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: " MTI_NVLS " is %.32s in the environment, but %s", function, nvls,
+                       ctx->nccl_options.deterministic ? "mt_context_desc.nccl.deterministic needs 0: sums of NVLS may "
+                                                         "differ from run to run"
+                                                       : "NCCL_MULTI_RANK_GPU_ENABLE needs 0");
     if (setenv(MTI_NVLS, "0", 0) == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_SYSTEM, "%s: cannot set " MTI_NVLS " to 0 in the environment: %s", function,
                    strerror(errno));
@@ -8471,6 +8473,7 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
    `id` are those of mt_nccl_unique_id; only rank 0 calls it. */
 typedef struct mti_peer {
     int device, ordinal;
+    int shares; /* mti_nccl_may_share. That of rank 0 counts, because NCCL may read the variable from a file */
     mt_status status;
     mt_nccl_id id;
 } mti_peer;
@@ -8481,7 +8484,7 @@ typedef struct mti_peer {
 static mt_status mti_gather_peers(mt_context *ctx, mt_comm *local, const mti_peer *mine, mti_peer *first,
                                   int *fit_nccl) {
     mti_call call;
-    int r, other, apart = local->transport->are_threads && !mti_nccl_may_share();
+    int r, other;
     memset(&call, 0, sizeof call);
     call.kind = MTI_CREATE;
     call.dtype = MT_U8;
@@ -8493,7 +8496,7 @@ static mt_status mti_gather_peers(mt_context *ctx, mt_comm *local, const mti_pee
         const mti_peer *p = (const mti_peer *)mti_slot_of(local->group, r)->send;
         if (r == 0) *first = *p;
         if (p->device != (int)MT_DEVICE_CUDA) *fit_nccl = 0;
-        for (other = 0; other < r && apart; other++)
+        for (other = 0; other < r && local->transport->are_threads && !first->shares; other++)
             if (((const mti_peer *)mti_slot_of(local->group, other)->send)->ordinal == p->ordinal) *fit_nccl = 0;
     }
     (local->transport->exit)(local);
@@ -8510,6 +8513,7 @@ static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **
     mine.device = (int)ctx->device;
     mine.ordinal = ctx->ordinal;
     if (world->rank == 0 && ctx->device == MT_DEVICE_CUDA) mine.status = mt_nccl_unique_id(ctx, &mine.id);
+    mine.shares = mti_nccl_may_share();
     MT_TRY(mti_gather_peers(ctx, world, &mine, &first, &fit_nccl));
     if (!fit_nccl) return MT_SUCCESS;
     if (first.status != MT_SUCCESS)
