@@ -96,13 +96,13 @@ test_cuda_checkpoint test_cuda_custom_block test_cuda_plain test_cuda_devices te
 test_cuda_processes test_cuda_sharing"
 # These programs use only what the headers declare, so they are linked to one build of the implementation, which takes
 # longer to build than they do. The others compile the implementation themselves.
-shared="test_cuda_gemm test_cuda_kv_cache test_cuda_gpt test_cuda_checkpoint test_cuda_custom_block test_cuda_plain \
+shared="test_cuda_gemm test_cuda_gpt test_cuda_checkpoint test_cuda_custom_block test_cuda_plain \
 test_cuda_devices test_cuda_graph bench_cuda"
 # The same with an implementation that has NCCL.
 shared_nccl="test_cuda_gpt_nccl test_cuda_devices_nccl"
 with_nccl="test_cuda_nccl test_cuda_processes test_cuda_sharing $shared_nccl nccl_version implementation_nccl"
 # What the stage nccl runs, and the programs of the stages nccl and order.
-on_one_gpu="test_cuda_nccl test_cuda_processes test_cuda_gpt_nccl test_cuda_sharing test_cuda_devices_nccl"
+on_one_gpu="test_cuda_sharing test_cuda_devices_nccl test_cuda_gpt_nccl test_cuda_processes test_cuda_nccl"
 more_programs="implementation_nccl nccl_version $shared_nccl bench_cuda_order"
 implementation=${object:-$build/implementation.o}
 # The items of the stages bench and peers, in this order. The stages rest and rest-peers have all others.
@@ -247,13 +247,28 @@ unxz_file() {
         python3 -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), sys.stdout.buffer)' "$1"
 }
 
-# Unpacks what has travelled: programs with --built, and NCCL.
+# unpack_programs: those of an older package must not stay
+unpack_programs() {
+    for program in $tests $more_programs bench_cuda; do rm -f "${build:?}/$program"; done
+    unxz_file "$travel/programs.tar.xz" | tar -C "$build" -xf -
+}
+
+unpack_nccl() {
+    rm -rf "$build/nccl"
+    mkdir "$build/nccl" && unxz_file "$travel/libnccl.so.2.xz" >"$build/nccl/libnccl.so.2" &&
+        ln -s libnccl.so.2 "$build/nccl/libnccl.so"
+}
+
+# Unpacks what has travelled, if it is not what was unpacked before: programs with --built, and NCCL.
 unpack() {
-    [ $built = no ] || [ ! -e "$travel/programs.tar.xz" ] || [ -e "$build/bench_cuda" ] ||
-        unxz_file "$travel/programs.tar.xz" | tar -C "$build" -xf -
-    [ -e "$travel/libnccl.so.2.xz" ] && [ ! -e "$build/nccl/libnccl.so.2" ] || return 0
-    mkdir -p "$build/nccl" && unxz_file "$travel/libnccl.so.2.xz" >"$build/nccl/new" &&
-        mv "$build/nccl/new" "$build/nccl/libnccl.so.2" && ln -sf libnccl.so.2 "$build/nccl/libnccl.so"
+    packages="$built $(cksum "$travel"/*.xz 2>/dev/null)"
+    [ "$packages" != "$(cat "$build/unpacked" 2>/dev/null)" ] || return 0
+    rm -f "$build/unpacked"
+    if [ $built = yes ] && [ -e "$travel/programs.tar.xz" ]; then
+        unpack_programs || { echo "the programs cannot be unpacked"; return 1; }
+    fi
+    if [ -e "$travel/libnccl.so.2.xz" ]; then unpack_nccl || { echo "NCCL cannot be unpacked"; return 1; }; fi
+    echo "$packages" >"$build/unpacked"
 }
 
 # Builds what has no result yet. What lacks a library is left out.
@@ -350,7 +365,10 @@ run_one() {
     esac
     took=$(($(date +%s) - since))
     judge
-    [ $cut = no ] || [ "$verdict" != hung ] || [ "$code" = stuck ] || return 1
+    if [ $cut = yes ] && [ "$verdict" = hung ] && [ "$code" != stuck ]; then
+        { echo "  cut     $stage, $item, after $took s" && tail -n 30 "$base.log"; } >>"$out/as_it_came.txt"
+        return 1
+    fi
     echo "$verdict|$took|$detail" >"$base.result"
     say
 }
@@ -390,7 +408,7 @@ judge() {
     limits:*:passed | bench:*:passed | order:*:passed | rest:*:passed | *peers:*:passed)
         grep -q '^[A-Za-z0-9_.-]*,"' "$base.csv" || verdict=failed detail="no rows"
         ;;
-    nccl:*:passed)
+    nccl:*:passed | nccl/*:*:passed)
         ! grep -q 'skipped: .* ranks need' "$base.log" || verdict=failed detail="the ranks could not share the GPU"
         ;;
     profile:*:failed)
@@ -467,7 +485,7 @@ by_case() {
         grep -q "^\[ *\(OK\|SKIPPED\) \] $name\( .*\)\{0,1\}$" "$base.log" || cases="$cases $name"
     done <"$names"
     # shellcheck disable=SC2086  # a list of names
-    together 4 one_case $cases
+    together "$at_a_time" one_case $cases
     for name in $cases; do [ -e "$state/$test_stage/$program/$name.result" ] || return 1; done
     : >"$state/$test_stage/$program.by_case"
 }
@@ -828,9 +846,13 @@ flags=$(flags_for "${arch:-native}")
 mkdir -p "$state"
 cp "$build/gpu" "$state/gpu"
 find_libraries
-unpack
+unpack || exit 1
 users_libraries=${LD_LIBRARY_PATH:-} # also those of PyTorch
-[ $built = no ] || export LD_LIBRARY_PATH="$build/libs/lib${users_libraries:+:$users_libraries}"
+if [ $built = yes ]; then # programs that were built elsewhere need no NCCL here but the one that has travelled
+    export LD_LIBRARY_PATH="$build/libs/lib${users_libraries:+:$users_libraries}:$build/nccl"
+    [ ! -e "$build/nccl/libnccl.so.2" ] || no_library=$(echo "$no_library" | sed 's/ *nccl//')
+fi
+case $flags in *compute_90a*) export MT_TEST_HOPPER=1 ;; esac # its code must be the one that runs
 describe >"$state/machine"
 cat "$state/machine"
 run_stages

@@ -333,7 +333,7 @@ more_is_wrong() {
 # Programs that another machine has built run as they are.
 built_elsewhere() {
     gpu_sh elsewhere -- --build sm_90
-    [ "$code" = 0 ] && rm "$folder/gpu/test_cuda_gpt" || return 1
+    [ "$code" = 0 ] && rm "$folder/gpu/test_cuda_gpt" "$folder/gpu/travel/programs.tar.xz" || return 1
     gpu_sh elsewhere STANDIN_BROKEN=test_cuda -- --built build test
     page_has '^| test_cuda | passed' '^| test_cuda_gpt | skipped | 0 | test_cuda_gpt is not built' \
         '^[0-9]* passed, 0 failed,'
@@ -349,7 +349,12 @@ has_a_sitting() {
     [ "$(cat "$folder/gpu/nccl/libnccl.so")" = 'machine code' ] &&
         page_has '^- code: .*sm_90a' '^- NCCL brought along: 23007' \
             '^| version | passed | .* NCCL 23007 from .*gpu/nccl' &&
-        sits_in_order
+        sits_in_order || return 1
+    echo "exit 1" >"$folder/gpu/test_cuda" # of an older package: it is replaced by that of the next one
+    echo 'other machine code' | xz >"$folder/gpu/travel/libnccl.so.2.xz" || return 1
+    gpu_sh sitting2 -- --built build
+    [ "$(cat "$folder/gpu/nccl/libnccl.so")" = 'other machine code' ] &&
+        [ "$(cat "$folder/gpu/test_cuda")" != "exit 1" ]
 }
 
 # Programs of a part run at the same time, so their order among each other is not known.
@@ -362,8 +367,9 @@ sits_in_order() {
     ! sed 's/ nccl version .*//' "$work/order" | grep test_cuda_gemm || return 1
     tr '\n' ' ' <"$work/order" | sed 's/.* nccl version/nccl version/; s/sanitize [a-z_.]* //g
         s/ test test_cuda_[a-oq-z].* bench add/ others bench add/' | tee "$work/after"
-    [ "$(cat "$work/after")" = "nccl version nccl test_cuda_nccl nccl test_cuda_processes nccl test_cuda_gpt_nccl \
-nccl test_cuda_sharing nccl test_cuda_devices_nccl limits limits bench list bench attention order attention \
+    [ "$(cat "$work/after")" = "nccl version \
+nccl test_cuda_sharing nccl test_cuda_devices_nccl nccl test_cuda_gpt_nccl \
+nccl test_cuda_processes nccl test_cuda_nccl limits limits bench list bench attention order attention \
 test test_cuda_ptx peers list profile attention others bench add rest memory rest gemm rest-peers memory " ]
 }
 
