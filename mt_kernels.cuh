@@ -3329,8 +3329,10 @@ extern "C++" {
 
 /* Only code for sm_90a has these instructions: nvcc refuses them for -arch=sm_90 and for older and newer GPUs. A kernel
    that uses them has an empty body where MTI_SM90A is 0. mti_hopper_built tells the host whether the program has the
-   other bodies. */
-#if defined(MT_CUDA_ENGINE) || !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+   other bodies. With -G accumulators are in memory, and with -rdc=true nvcc ignores setmaxnreg, so these builds have
+   none. */
+#if defined(MT_CUDA_ENGINE) || !defined(__CUDA_ARCH__) ||                                                              \
+    (defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(__CUDACC_DEBUG__) && !defined(__CUDACC_RDC__))
 #define MTI_SM90A 1
 #else
 #define MTI_SM90A 0
@@ -11398,7 +11400,7 @@ static cudnnStatus_t mti_cudnn_try(const mti_cudnn *dnn, mti_cudnn_plan *p, cudn
                                            &count, &engine));
     MTI_CUDNN_TRY(cudnnBackendGetAttribute(engine, CUDNN_ATTR_ENGINE_NUMERICAL_NOTE, CUDNN_TYPE_NUMERICAL_NOTE,
                                            CUDNN_NUMERICAL_NOTE_TYPE_COUNT, &count, notes));
-    for (int64_t i = 0; i < count; i++)
+    for (int64_t i = 0; i < mt_min(count, CUDNN_NUMERICAL_NOTE_TYPE_COUNT); i++)
         if (notes[i] == CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC) return CUDNN_STATUS_NOT_SUPPORTED;
     MTI_CUDNN_TRY(mti_cudnn_new(p, CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR, &plan));
     MTI_CUDNN_TRY(mti_cudnn_set(plan, CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, configuration));
@@ -11429,7 +11431,8 @@ static cudnnStatus_t mti_cudnn_find(const mti_cudnn *dnn, mti_cudnn_plan *p) {
         MTI_CUDNN_TRY(mti_cudnn_new(p, CUDNN_BACKEND_ENGINECFG_DESCRIPTOR, &all[i]));
     MTI_CUDNN_TRY(cudnnBackendGetAttribute(heuristic, CUDNN_ATTR_ENGINEHEUR_RESULTS, CUDNN_TYPE_BACKEND_DESCRIPTOR,
                                            MTI_CUDNN_CANDIDATES, &count, all));
-    for (int64_t i = 0; i < count && mti_cudnn_lacks(status); i++) status = mti_cudnn_try(dnn, p, all[i]);
+    for (int64_t i = 0; i < mt_min(count, MTI_CUDNN_CANDIDATES) && mti_cudnn_lacks(status); i++)
+        status = mti_cudnn_try(dnn, p, all[i]);
     return status;
 }
 
@@ -12105,11 +12108,12 @@ static __device__ __forceinline__ void mti_hopper_dq_copies(const mti_flash &f, 
     int last = mti_hopper_last<HeadDim>(f.dim()), left = m->seen.end - m->seen.first - mti_hopper_half_row(), n = 0;
     const uint16_t *q = f.in(f.p.q, b, f.p.q_col(head)), *dout = f.in(f.p.dout, b, head * f.p.s.head_dim);
     const uint16_t *from = f.in(f.p.k, b, f.p.k_col(head) + (second ? f.p.value : 0));
-    if (m->seen.first < m->seen.end)
+    if (m->seen.first < m->seen.end) { /* otherwise no copy would be committed and waited for */
         mti_hopper_fetch_rows<HeadDim>(m->rows[second][0], second ? dout : q, second ? f.p.dout.ld : f.p.k.ld, first,
                                        (int)f.p.s.seq, last);
-    mti_hopper_fetch_stats<MTI_FLASH_ROWS>(m->stats[second],
-                                           (second ? f.delta : f.lse) + f.stat(b, head) + first + threadIdx.x % 64 * 4);
+        mti_hopper_fetch_stats<MTI_FLASH_ROWS>(m->stats[second], (second ? f.delta : f.lse) + f.stat(b, head) + first +
+                                                                     threadIdx.x % 64 * 4);
+    }
     from = mti_hopper_half_from(from, f.p.k.ld, m->seen.first);
     mti_setmaxnreg_dec<24>();
     for (; left > -mti_hopper_half_row(); left -= Memory::Step, n++) {
@@ -12303,6 +12307,12 @@ static __global__ void __launch_bounds__(MTI_HOPPER_THREADS, 1) mti_hopper_dkv_k
 }
 
 /* 896 bytes are for mti_align_1024. */
+template <int HeadDim> static constexpr bool mti_hopper_back_fits() {
+    return sizeof(mti_hopper_dq_memory<HeadDim>) + 896 <= 227 << 10 &&
+           sizeof(mti_hopper_dkv_memory<HeadDim>) + 896 <= 227 << 10;
+}
+static_assert(mti_hopper_back_fits<64>() && mti_hopper_back_fits<96>() && mti_hopper_back_fits<128>(), "shared memory");
+
 template <int HeadDim> static mt_status mti_hopper_run_backward(const mti_attention *a) {
     if constexpr (HeadDim > 128) return mti_flash_run_backward<HeadDim, true>(a);
     else {
@@ -14220,9 +14230,7 @@ extern "C++" {
 template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_kv_tile_warps() { return HeadDim == 256 ? 2 : 4; }
 
 /* The blocks that run on a multiprocessor of sm_90. */
-template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_kv_tile_blocks() {
-    return HeadDim == 64 ? 5 : HeadDim == 128 ? 3 : 4;
-}
+template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_kv_tile_blocks() { return HeadDim == 64 ? 5 : 3; }
 
 /* What a warp leaves for the others. With 8 more columns, its lanes write to all banks. */
 template <int HeadDim> using mti_kv_tile_part = mti_split_part<MTI_KV_ROWS, HeadDim + 8>;

@@ -299,7 +299,7 @@ static cudnnStatus_t mti_cudnn_try(const mti_cudnn *dnn, mti_cudnn_plan *p, cudn
                                            &count, &engine));
     MTI_CUDNN_TRY(cudnnBackendGetAttribute(engine, CUDNN_ATTR_ENGINE_NUMERICAL_NOTE, CUDNN_TYPE_NUMERICAL_NOTE,
                                            CUDNN_NUMERICAL_NOTE_TYPE_COUNT, &count, notes));
-    for (int64_t i = 0; i < count; i++)
+    for (int64_t i = 0; i < mt_min(count, CUDNN_NUMERICAL_NOTE_TYPE_COUNT); i++)
         if (notes[i] == CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC) return CUDNN_STATUS_NOT_SUPPORTED;
     MTI_CUDNN_TRY(mti_cudnn_new(p, CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR, &plan));
     MTI_CUDNN_TRY(mti_cudnn_set(plan, CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, configuration));
@@ -330,7 +330,8 @@ static cudnnStatus_t mti_cudnn_find(const mti_cudnn *dnn, mti_cudnn_plan *p) {
         MTI_CUDNN_TRY(mti_cudnn_new(p, CUDNN_BACKEND_ENGINECFG_DESCRIPTOR, &all[i]));
     MTI_CUDNN_TRY(cudnnBackendGetAttribute(heuristic, CUDNN_ATTR_ENGINEHEUR_RESULTS, CUDNN_TYPE_BACKEND_DESCRIPTOR,
                                            MTI_CUDNN_CANDIDATES, &count, all));
-    for (int64_t i = 0; i < count && mti_cudnn_lacks(status); i++) status = mti_cudnn_try(dnn, p, all[i]);
+    for (int64_t i = 0; i < mt_min(count, MTI_CUDNN_CANDIDATES) && mti_cudnn_lacks(status); i++)
+        status = mti_cudnn_try(dnn, p, all[i]);
     return status;
 }
 

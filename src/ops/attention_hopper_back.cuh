@@ -128,11 +128,12 @@ static __device__ __forceinline__ void mti_hopper_dq_copies(const mti_flash &f, 
     int last = mti_hopper_last<HeadDim>(f.dim()), left = m->seen.end - m->seen.first - mti_hopper_half_row(), n = 0;
     const uint16_t *q = f.in(f.p.q, b, f.p.q_col(head)), *dout = f.in(f.p.dout, b, head * f.p.s.head_dim);
     const uint16_t *from = f.in(f.p.k, b, f.p.k_col(head) + (second ? f.p.value : 0));
-    if (m->seen.first < m->seen.end)
+    if (m->seen.first < m->seen.end) { /* otherwise no copy would be committed and waited for */
         mti_hopper_fetch_rows<HeadDim>(m->rows[second][0], second ? dout : q, second ? f.p.dout.ld : f.p.k.ld, first,
                                        (int)f.p.s.seq, last);
-    mti_hopper_fetch_stats<MTI_FLASH_ROWS>(m->stats[second],
-                                           (second ? f.delta : f.lse) + f.stat(b, head) + first + threadIdx.x % 64 * 4);
+        mti_hopper_fetch_stats<MTI_FLASH_ROWS>(m->stats[second], (second ? f.delta : f.lse) + f.stat(b, head) + first +
+                                                                     threadIdx.x % 64 * 4);
+    }
     from = mti_hopper_half_from(from, f.p.k.ld, m->seen.first);
     mti_setmaxnreg_dec<24>();
     for (; left > -mti_hopper_half_row(); left -= Memory::Step, n++) {
@@ -326,6 +327,12 @@ static __global__ void __launch_bounds__(MTI_HOPPER_THREADS, 1) mti_hopper_dkv_k
 }
 
 /* 896 bytes are for mti_align_1024. */
+template <int HeadDim> static constexpr bool mti_hopper_back_fits() {
+    return sizeof(mti_hopper_dq_memory<HeadDim>) + 896 <= 227 << 10 &&
+           sizeof(mti_hopper_dkv_memory<HeadDim>) + 896 <= 227 << 10;
+}
+static_assert(mti_hopper_back_fits<64>() && mti_hopper_back_fits<96>() && mti_hopper_back_fits<128>(), "shared memory");
+
 template <int HeadDim> static mt_status mti_hopper_run_backward(const mti_attention *a) {
     if constexpr (HeadDim > 128) return mti_flash_run_backward<HeadDim, true>(a);
     else {

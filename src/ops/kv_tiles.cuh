@@ -36,9 +36,7 @@ extern "C++" {
 template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_kv_tile_warps() { return HeadDim == 256 ? 2 : 4; }
 
 /* The blocks that run on a multiprocessor of sm_90. */
-template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_kv_tile_blocks() {
-    return HeadDim == 64 ? 5 : HeadDim == 128 ? 3 : 4;
-}
+template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_kv_tile_blocks() { return HeadDim == 64 ? 5 : 3; }
 
 /* What a warp leaves for the others. With 8 more columns, its lanes write to all banks. */
 template <int HeadDim> using mti_kv_tile_part = mti_split_part<MTI_KV_ROWS, HeadDim + 8>;

@@ -8,8 +8,10 @@ extern "C++" {
 
 /* Only code for sm_90a has these instructions: nvcc refuses them for -arch=sm_90 and for older and newer GPUs. A kernel
    that uses them has an empty body where MTI_SM90A is 0. mti_hopper_built tells the host whether the program has the
-   other bodies. */
-#if defined(MT_CUDA_ENGINE) || !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+   other bodies. With -G accumulators are in memory, and with -rdc=true nvcc ignores setmaxnreg, so these builds have
+   none. */
+#if defined(MT_CUDA_ENGINE) || !defined(__CUDA_ARCH__) ||                                                              \
+    (defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(__CUDACC_DEBUG__) && !defined(__CUDACC_RDC__))
 #define MTI_SM90A 1
 #else
 #define MTI_SM90A 0
