@@ -538,7 +538,8 @@ typedef struct mt_transformer_layer_tensors {
 typedef struct mt_transformer_layer_saved {
     mt_tensor x; /* the layer's input, in the caller's memory */
     mt_batch batch;
-    mt_transformer_layer_tensors parts[2]; /* parts[1]: of the second half, with mt_parallel_options.interleave */
+    int count;                             /* of parts: 2 where mt_parallel_options.interleave has an effect, or 1 */
+    mt_transformer_layer_tensors parts[2]; /* of the whole batch, or of its two halves */
 } mt_transformer_layer_saved;
 
 /* Forward computes y from x. Backward computes dx from dy, and adds to the gradients of the parameters. x, y, dx, dy
@@ -548,6 +549,7 @@ typedef struct mt_transformer_layer_saved {
    are in the arena until the caller's mt_arena_release. When saved is NULL, forward is inference, without dropout.
    Backward uses the batch of forward.
    Communication over the tensor group: forward does 2 all-reduces of [tokens, hidden], and backward does 2. With
+   mt_parallel_options.interleave it is 4 of half the tokens each. With
    sequence_parallel forward does 2 all-gathers and 2 reduce-scatters, and backward does 4 all-gathers and 2
    reduce-scatters. With MT_RECOMPUTE_FULL backward does more, see mt_recompute.
    Errors of create: MT_ERR_ARGUMENT (a field of desc is out of range), and those of the create functions of its
@@ -3143,11 +3145,11 @@ static void mti_layer_call_of(const mt_transformer_layer *layer, const mt_batch 
 }
 
 /* Begins a step of part `index` of `count`: its reduction, if any, goes into the slot of the part, and the hash log
-   gets the place of its tokens. */
+   gets the place of its tokens. A call that is not divided waits for its reductions, also where the program holds its
+   own. */
 static mt_status mti_layer_call_begin(mt_context *ctx, const mti_layer_call *call, int index, int count) {
-    if (count == 1) return MT_SUCCESS;
-    mt_hash_log_tokens(ctx, call->batch.first_sequence * call->batch.seq);
-    return mt_layers_hold_reduction(ctx, index);
+    if (count > 1) mt_hash_log_tokens(ctx, call->batch.first_sequence * call->batch.seq);
+    return mt_layers_hold_reduction(ctx, count > 1 ? index : -1);
 }
 
 /* A step of a part in forward. 0: attention up to its reduction; 1: the end of attention, and the MLP up to its
@@ -3182,7 +3184,7 @@ static mt_status mti_layer_calls_run(mt_context *ctx, mti_layer_call *calls, int
     return MT_SUCCESS;
 }
 
-/* Ends a call in calls, also after an error. */
+/* Ends a call, also after an error. */
 static mt_status mti_layer_calls_end(mt_context *ctx, const mt_batch *batch, int count, mt_status status) {
     int i;
     if (count == 1) return status;
@@ -3217,7 +3219,7 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
     if (saved) MT_TRY(mt_check_tokens(ctx, "mt_transformer_layer_forward", batch->sequences * batch->seq));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("layer forward", mti_layer_forward(ctx, layer, batch, NULL, x, y, saved));
-    if (saved) saved->x = x, saved->batch = *batch;
+    if (saved) saved->x = x, saved->batch = *batch, saved->count = mti_layer_calls(ctx, layer, batch, NULL);
     if (status != MT_SUCCESS || !saved || layer->desc.recompute == MT_RECOMPUTE_FULL) mt_arena_release(ctx, mark);
     return status;
 }
@@ -3292,6 +3294,8 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
     weight = layer->attention.proj.weight;
     MT_TRY(mt_check_activation(ctx, function, weight, "saved.x", saved->x, dy.rows, dy.cols));
     MT_TRY(mt_check_apart(ctx, function, "saved.x", saved->x, "dx", dx));
+    if (saved->count != mti_layer_calls(ctx, layer, &saved->batch, NULL))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: mt_parallel_options.interleave has changed since forward", function);
     MT_TRY(mt_check_linear_gradients(ctx, function, &layer->attention.proj));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("layer backward", mti_layer_backward(ctx, layer, dy, dx, saved));

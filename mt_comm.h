@@ -911,7 +911,9 @@ MT_API void mt_context_set_forget(mt_context *ctx, mt_forget_function forget);
 /* Sets the function that is called before a recording begins, before it ends, and before a graph is launched. What it
    puts into the stream comes before what follows: at the end of a recording it is recorded, too. So whoever leaves work
    for a later call can do it before the border: the work is then not done in one launch and missing in another. A
-   status other than MT_SUCCESS is that of the call. border NULL: none. ctx NULL: does nothing. */
+   status other than MT_SUCCESS is that of the call. border NULL: none. ctx NULL: does nothing. A context has one such
+   function, and one mt_forget_function. mt_parallel.h sets both for its contexts, so a program with a registry must
+   not. */
 typedef mt_status (*mt_graph_border)(mt_context *ctx);
 MT_API void mt_context_set_graph_border(mt_context *ctx, mt_graph_border border);
 
@@ -7779,9 +7781,9 @@ static int mti_nccl_is_deterministic(const mt_context *ctx) {
     return ctx->nccl_options.deterministic || ctx->invariant;
 }
 
-/* Before NCCL makes a communicator: turns NVLS off, if sums must not depend on the run, or if ranks may share a GPU: NCCL
-   2.30 looks for these only in the last pair of ranks. Invariant mode adds by itself, so there a program may have asked
-   for NVLS. */
+/* Before NCCL makes a communicator: turns NVLS off, if sums must not depend on the run, or if ranks may share a GPU:
+   NCCL 2.30 looks for these only in the last pair of ranks. Invariant mode adds by itself, so there a program may have
+   asked for NVLS. */
 static mt_status mti_nccl_fix_order(mt_context *ctx, const char *function) {
     const char *nvls = getenv(MTI_NVLS);
     int shares = mti_nccl_may_share();

@@ -181,14 +181,17 @@ typedef struct mt_parallel_options {
     int overlap_chunks;
     /* 1: a transformer layer works on two halves of a batch in turn, so that the reduction of one half overlaps with
        the computation of the other (Domino, arXiv 2409.15241). Outputs and gradients have the bits of two
-       micro-batches: the first sequences / 2 sequences, and the others. It has no effect in a tensor group of one, with
-       sequence parallelism, in invariant mode, with a key/value cache, and for a batch of one sequence or with
-       cu_seqlens. 0: a layer works on the whole batch */
+       micro-batches with overlap_chunks 1: the first sequences / 2 sequences, and the others. overlap_chunks has no
+       effect on these layers. Nothing overlaps on MT_DEVICE_CPU, or with the bits MT_OVERLAP_ROW_FORWARD and
+       MT_OVERLAP_COLUMN_BACKWARD in no_overlap. The option itself has no effect in a tensor group of one, with sequence
+       parallelism, in invariant mode, with a key/value cache, and for a batch of one sequence or with cu_seqlens. 0: a
+       layer works on the whole batch */
     int interleave;
 } mt_parallel_options;
 
 /* mt_parallel_set_options sets the options of the layers of ctx; options NULL: the defaults. Do not call it between a
-   forward and its backward. mt_parallel_get_options returns the options, or the defaults when none were set.
+   forward and its backward. All ranks of a tensor group need the same options, because they decide how many collectives
+   there are. mt_parallel_get_options returns the options, or the defaults when none were set.
    Errors: MT_ERR_ARGUMENT (a value is out of range), MT_ERR_MEMORY. */
 MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_options *options);
 MT_API mt_parallel_options mt_parallel_get_options(const mt_context *ctx);
@@ -381,14 +384,16 @@ MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params);
 
 /* Does the same, but does not write the zeros of the weights of linear layers. They count as zero, and the first
    product of a backward that would add to such a gradient writes it instead. That saves a fill, and the read of one
-   product. All calls of the library see zeros where nothing was written: mt_sync_gradients, the norm, the optimizer,
-   mt_param_gather, the hash log. The results have the same bits, except that an element of a gradient may be -0 where
-   it would be +0. That takes a sum of products that underflows; norm and optimizer give the same bits for both.
+   product. All calls that take the registry, or the parameter, see zeros where nothing was written: mt_sync_gradients,
+   the norm, the optimizer, mt_param_gather, the hash log. With the built-in products and on a GPU the results have the
+   same bits, except that an element of a gradient may be -0 where it would be +0. That takes a sum of products that
+   underflows; norm and optimizer give the same bits for both. oneDNN and CBLAS may round a product that they write
+   differently from one that they add.
    In such a step, a program that reads or writes param->grad of such a weight itself (with its own code, an operator of
-   mt_kernels.cuh or a collective) first calls mt_param_touch_grad, unless a backward of the layer, mt_sync_gradients or
-   mt_grad_norm came before. So does a program that writes all gradients by hand. Otherwise it reads what the memory
-   held before, or what it has written is lost. In check mode the memory holds NaN until then. mt_check_gradient
-   includes mt_param_touch_grad. A program that cannot say who reads its gradients calls mt_params_zero_grad.
+   mt_kernels.cuh, a collective, or a layer of tensors that has it as its dw) first calls mt_param_touch_grad, unless a
+   backward of the layer, mt_sync_gradients or mt_grad_norm came before. So does a program that writes all gradients by
+   hand. Otherwise it reads what the memory held before, or what it has written is lost. In check mode the memory holds
+   NaN until then. mt_check_gradient includes mt_param_touch_grad. A program that cannot say who reads its gradients calls mt_params_zero_grad.
    With CUDA graphs, the zeros that are left out are filled in before a recording, at its end, and before a launch. So
    record the products in the graph that has this call.
    MT_ERR_ARGUMENT: the parameters have no memory yet, or ctx is not the context of the registry. */
@@ -1351,7 +1356,8 @@ MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust);
    kinds of calls return before their reduction over the tensor group is done: the forward of row-parallel layers that
    add no bias, and the backward of column-parallel layers without add_to_dx. Slot -1 ends this for later calls.
    mt_layers_wait_reduction waits for what was begun in a slot. Until then nothing may read or write the y or the dx of
-   the call, or release its memory. After an error, wait for both slots. A call that holds its reduction cuts no tokens
+   the call, or release its memory. A transformer layer waits for its reductions, and ends the hold as slot -1 does; do
+   not call models while it is on. After an error, wait for both slots. A call that holds its reduction cuts no tokens
    into chunks. With sequence parallelism, and while there is a hash log, calls wait for their reductions.
    Errors: MT_ERR_ARGUMENT (no such slot), MT_ERR_MEMORY, MT_ERR_SYSTEM (CUDA failed). */
 MT_API mt_status mt_layers_hold_reduction(mt_context *ctx, int slot);
@@ -4091,6 +4097,9 @@ static mt_status mti_gradients_zero(mt_context *ctx, mt_params *params) {
         mti_entry *entry = mti_entry_of(params->list[i]);
         entry->unwritten = mti_is_left_out(params, &entry->param);
         params->unwritten += entry->unwritten;
+    }
+    for (i = 0; i < params->count; i++) {
+        mti_entry *entry = mti_entry_of(params->list[i]);
         if (entry->unwritten) MT_TRY(mti_gradient_poison(ctx, &entry->param));
         MT_TRY(mt_declare_zero(ctx, entry->param.grad));
         MT_TRY(mt_declare_zero(ctx, entry->param.lookup_grad));
@@ -4830,6 +4839,7 @@ static mt_status mti_gradient_check(mt_context *ctx, const char *function, const
     if (!p->grad.data) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the gradient of '%s' is NULL", function, p->name);
     if (!p->registry) return MT_SUCCESS;
     MT_TRY(mti_gradients_open(ctx, function, p));
+    if (p->registry->ctx != ctx) MT_TRY(mti_gradient_fill(ctx, p)); /* which may record a graph by itself */
     if (p->registry->buckets.begun && p->final)
         return mt_fail(ctx, MT_ERR_ARGUMENT,
                        "%s: the gradient of '%s' was final already (mt_gradients_final), and its sum over the data "
@@ -5416,7 +5426,7 @@ static mt_status mti_layers_run(mt_context *ctx, const mti_layers *l, const mt_t
 
 /* Ends a call: waits for its collectives, except for a reduction that is held, and releases the arena to `mark`. */
 static mt_status mti_linear_end(mt_context *ctx, size_t mark, mt_status status) {
-    int count = mti_holds(ctx, 0) ? MTI_HOLD_TICKET : MT_OVERLAP_TICKETS, i;
+    int count = mti_holds(ctx, 0) && status == MT_SUCCESS ? MTI_HOLD_TICKET : MT_OVERLAP_TICKETS, i;
     for (i = 0; i < count; i++) MT_KEEP(status, mt_overlap_wait(ctx, i)); /* they may still use the arena */
     mt_arena_release(ctx, mark);
     return status;

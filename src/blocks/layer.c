@@ -281,11 +281,11 @@ static void mti_layer_call_of(const mt_transformer_layer *layer, const mt_batch 
 }
 
 /* Begins a step of part `index` of `count`: its reduction, if any, goes into the slot of the part, and the hash log
-   gets the place of its tokens. */
+   gets the place of its tokens. A call that is not divided waits for its reductions, also where the program holds its
+   own. */
 static mt_status mti_layer_call_begin(mt_context *ctx, const mti_layer_call *call, int index, int count) {
-    if (count == 1) return MT_SUCCESS;
-    mt_hash_log_tokens(ctx, call->batch.first_sequence * call->batch.seq);
-    return mt_layers_hold_reduction(ctx, index);
+    if (count > 1) mt_hash_log_tokens(ctx, call->batch.first_sequence * call->batch.seq);
+    return mt_layers_hold_reduction(ctx, count > 1 ? index : -1);
 }
 
 /* A step of a part in forward. 0: attention up to its reduction; 1: the end of attention, and the MLP up to its
@@ -320,7 +320,7 @@ static mt_status mti_layer_calls_run(mt_context *ctx, mti_layer_call *calls, int
     return MT_SUCCESS;
 }
 
-/* Ends a call in calls, also after an error. */
+/* Ends a call, also after an error. */
 static mt_status mti_layer_calls_end(mt_context *ctx, const mt_batch *batch, int count, mt_status status) {
     int i;
     if (count == 1) return status;
@@ -355,7 +355,7 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
     if (saved) MT_TRY(mt_check_tokens(ctx, "mt_transformer_layer_forward", batch->sequences * batch->seq));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("layer forward", mti_layer_forward(ctx, layer, batch, NULL, x, y, saved));
-    if (saved) saved->x = x, saved->batch = *batch;
+    if (saved) saved->x = x, saved->batch = *batch, saved->count = mti_layer_calls(ctx, layer, batch, NULL);
     if (status != MT_SUCCESS || !saved || layer->desc.recompute == MT_RECOMPUTE_FULL) mt_arena_release(ctx, mark);
     return status;
 }
@@ -430,6 +430,8 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
     weight = layer->attention.proj.weight;
     MT_TRY(mt_check_activation(ctx, function, weight, "saved.x", saved->x, dy.rows, dy.cols));
     MT_TRY(mt_check_apart(ctx, function, "saved.x", saved->x, "dx", dx));
+    if (saved->count != mti_layer_calls(ctx, layer, &saved->batch, NULL))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: mt_parallel_options.interleave has changed since forward", function);
     MT_TRY(mt_check_linear_gradients(ctx, function, &layer->attention.proj));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("layer backward", mti_layer_backward(ctx, layer, dy, dx, saved));

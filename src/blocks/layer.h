@@ -78,7 +78,8 @@ typedef struct mt_transformer_layer_tensors {
 typedef struct mt_transformer_layer_saved {
     mt_tensor x; /* the layer's input, in the caller's memory */
     mt_batch batch;
-    mt_transformer_layer_tensors parts[2]; /* parts[1]: of the second half, with mt_parallel_options.interleave */
+    int count;                             /* of parts: 2 where mt_parallel_options.interleave has an effect, or 1 */
+    mt_transformer_layer_tensors parts[2]; /* of the whole batch, or of its two halves */
 } mt_transformer_layer_saved;
 
 /* Forward computes y from x. Backward computes dx from dy, and adds to the gradients of the parameters. x, y, dx, dy
@@ -88,6 +89,7 @@ typedef struct mt_transformer_layer_saved {
    are in the arena until the caller's mt_arena_release. When saved is NULL, forward is inference, without dropout.
    Backward uses the batch of forward.
    Communication over the tensor group: forward does 2 all-reduces of [tokens, hidden], and backward does 2. With
+   mt_parallel_options.interleave it is 4 of half the tokens each. With
    sequence_parallel forward does 2 all-gathers and 2 reduce-scatters, and backward does 4 all-gathers and 2
    reduce-scatters. With MT_RECOMPUTE_FULL backward does more, see mt_recompute.
    Errors of create: MT_ERR_ARGUMENT (a field of desc is out of range), and those of the create functions of its

@@ -32,7 +32,9 @@ MT_API void mt_context_set_forget(mt_context *ctx, mt_forget_function forget);
 /* Sets the function that is called before a recording begins, before it ends, and before a graph is launched. What it
    puts into the stream comes before what follows: at the end of a recording it is recorded, too. So whoever leaves work
    for a later call can do it before the border: the work is then not done in one launch and missing in another. A
-   status other than MT_SUCCESS is that of the call. border NULL: none. ctx NULL: does nothing. */
+   status other than MT_SUCCESS is that of the call. border NULL: none. ctx NULL: does nothing. A context has one such
+   function, and one mt_forget_function. mt_parallel.h sets both for its contexts, so a program with a registry must
+   not. */
 typedef mt_status (*mt_graph_border)(mt_context *ctx);
 MT_API void mt_context_set_graph_border(mt_context *ctx, mt_graph_border border);
 

@@ -281,9 +281,9 @@ static int mti_nccl_is_deterministic(const mt_context *ctx) {
     return ctx->nccl_options.deterministic || ctx->invariant;
 }
 
-/* Before NCCL makes a communicator: turns NVLS off, if sums must not depend on the run, or if ranks may share a GPU: NCCL
-   2.30 looks for these only in the last pair of ranks. Invariant mode adds by itself, so there a program may have asked
-   for NVLS. */
+/* Before NCCL makes a communicator: turns NVLS off, if sums must not depend on the run, or if ranks may share a GPU:
+   NCCL 2.30 looks for these only in the last pair of ranks. Invariant mode adds by itself, so there a program may have
+   asked for NVLS. */
 static mt_status mti_nccl_fix_order(mt_context *ctx, const char *function) {
     const char *nvls = getenv(MTI_NVLS);
     int shares = mti_nccl_may_share();

@@ -84,7 +84,8 @@ MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust);
    kinds of calls return before their reduction over the tensor group is done: the forward of row-parallel layers that
    add no bias, and the backward of column-parallel layers without add_to_dx. Slot -1 ends this for later calls.
    mt_layers_wait_reduction waits for what was begun in a slot. Until then nothing may read or write the y or the dx of
-   the call, or release its memory. After an error, wait for both slots. A call that holds its reduction cuts no tokens
+   the call, or release its memory. A transformer layer waits for its reductions, and ends the hold as slot -1 does; do
+   not call models while it is on. After an error, wait for both slots. A call that holds its reduction cuts no tokens
    into chunks. With sequence parallelism, and while there is a hash log, calls wait for their reductions.
    Errors: MT_ERR_ARGUMENT (no such slot), MT_ERR_MEMORY, MT_ERR_SYSTEM (CUDA failed). */
 MT_API mt_status mt_layers_hold_reduction(mt_context *ctx, int slot);

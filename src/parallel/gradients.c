@@ -112,6 +112,9 @@ static mt_status mti_gradients_zero(mt_context *ctx, mt_params *params) {
         mti_entry *entry = mti_entry_of(params->list[i]);
         entry->unwritten = mti_is_left_out(params, &entry->param);
         params->unwritten += entry->unwritten;
+    }
+    for (i = 0; i < params->count; i++) {
+        mti_entry *entry = mti_entry_of(params->list[i]);
         if (entry->unwritten) MT_TRY(mti_gradient_poison(ctx, &entry->param));
         MT_TRY(mt_declare_zero(ctx, entry->param.grad));
         MT_TRY(mt_declare_zero(ctx, entry->param.lookup_grad));

@@ -49,6 +49,7 @@ static mt_status mti_gradient_check(mt_context *ctx, const char *function, const
     if (!p->grad.data) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the gradient of '%s' is NULL", function, p->name);
     if (!p->registry) return MT_SUCCESS;
     MT_TRY(mti_gradients_open(ctx, function, p));
+    if (p->registry->ctx != ctx) MT_TRY(mti_gradient_fill(ctx, p)); /* which may record a graph by itself */
     if (p->registry->buckets.begun && p->final)
         return mt_fail(ctx, MT_ERR_ARGUMENT,
                        "%s: the gradient of '%s' was final already (mt_gradients_final), and its sum over the data "
@@ -635,7 +636,7 @@ static mt_status mti_layers_run(mt_context *ctx, const mti_layers *l, const mt_t
 
 /* Ends a call: waits for its collectives, except for a reduction that is held, and releases the arena to `mark`. */
 static mt_status mti_linear_end(mt_context *ctx, size_t mark, mt_status status) {
-    int count = mti_holds(ctx, 0) ? MTI_HOLD_TICKET : MT_OVERLAP_TICKETS, i;
+    int count = mti_holds(ctx, 0) && status == MT_SUCCESS ? MTI_HOLD_TICKET : MT_OVERLAP_TICKETS, i;
     for (i = 0; i < count; i++) MT_KEEP(status, mt_overlap_wait(ctx, i)); /* they may still use the arena */
     mt_arena_release(ctx, mark);
     return status;

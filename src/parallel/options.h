@@ -33,14 +33,17 @@ typedef struct mt_parallel_options {
     int overlap_chunks;
     /* 1: a transformer layer works on two halves of a batch in turn, so that the reduction of one half overlaps with
        the computation of the other (Domino, arXiv 2409.15241). Outputs and gradients have the bits of two
-       micro-batches: the first sequences / 2 sequences, and the others. It has no effect in a tensor group of one, with
-       sequence parallelism, in invariant mode, with a key/value cache, and for a batch of one sequence or with
-       cu_seqlens. 0: a layer works on the whole batch */
+       micro-batches with overlap_chunks 1: the first sequences / 2 sequences, and the others. overlap_chunks has no
+       effect on these layers. Nothing overlaps on MT_DEVICE_CPU, or with the bits MT_OVERLAP_ROW_FORWARD and
+       MT_OVERLAP_COLUMN_BACKWARD in no_overlap. The option itself has no effect in a tensor group of one, with sequence
+       parallelism, in invariant mode, with a key/value cache, and for a batch of one sequence or with cu_seqlens. 0: a
+       layer works on the whole batch */
     int interleave;
 } mt_parallel_options;
 
 /* mt_parallel_set_options sets the options of the layers of ctx; options NULL: the defaults. Do not call it between a
-   forward and its backward. mt_parallel_get_options returns the options, or the defaults when none were set.
+   forward and its backward. All ranks of a tensor group need the same options, because they decide how many collectives
+   there are. mt_parallel_get_options returns the options, or the defaults when none were set.
    Errors: MT_ERR_ARGUMENT (a value is out of range), MT_ERR_MEMORY. */
 MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_options *options);
 MT_API mt_parallel_options mt_parallel_get_options(const mt_context *ctx);
