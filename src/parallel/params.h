@@ -196,10 +196,11 @@ MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params);
    underflows; norm and optimizer give the same bits for both. oneDNN and CBLAS may round a product that they write
    differently from one that they add.
    In such a step, a program that reads or writes param->grad of such a weight itself (with its own code, an operator of
-   mt_kernels.cuh, a collective, or a layer of tensors that has it as its dw) first calls mt_param_touch_grad, unless a
-   backward of the layer, mt_sync_gradients or mt_grad_norm came before. So does a program that writes all gradients by
-   hand. Otherwise it reads what the memory held before, or what it has written is lost. In check mode the memory holds
-   NaN until then. mt_check_gradient includes mt_param_touch_grad. A program that cannot say who reads its gradients calls mt_params_zero_grad.
+   mt_kernels.cuh, a collective, or a layer of tensors that has it as its dw) first calls mt_param_touch_grad, unless
+   a backward of the layer, mt_sync_gradients or mt_grad_norm came before. So does a program that writes all
+   gradients by hand. Otherwise it reads what the memory held before, or what it has written is lost. In check mode
+   the memory holds NaN until then. mt_check_gradient includes mt_param_touch_grad. A program that cannot say who
+   reads its gradients calls mt_params_zero_grad.
    With CUDA graphs, the zeros that are left out are filled in before a recording, at its end, and before a launch. So
    record the products in the graph that has this call.
    MT_ERR_ARGUMENT: the parameters have no memory yet, or ctx is not the context of the registry. */
