@@ -7,7 +7,7 @@
 # table. These mutants are made everywhere in the sources, or in the parts of a header that come from SECTION.c in src/:
 #   each function f, g, gather, scatter, and each collective: left out, called twice, replaced by its conjugate, and
 #   called with the data group instead of the tensor group
-#   mt_sync_gradients, mt_accumulate_gradients, mt_params_zero_grad: left out, called twice
+#   mt_sync_gradients, mt_accumulate_gradients, mt_params_zero_grad, its lazy form: left out, called twice
 #   sequence_partial, shared_embedding, skip_bias_add: the opposite, where they are set and where they are read
 #   sequence_parallel: the opposite, where it is set
 # A LIST adds mutants that are not made by rules. Its format is that of ../planted.sh without `run` and `case`, and with
@@ -31,7 +31,7 @@ for (@arguments) {
 my $region = 'mt_(?:copy_to|reduce_from|scatter_to|gather_from|reduce_scatter_to|gather_ranks_from|'
     . 'reduce_scatter_ranks_to|reduce_rows_from)_(?:tensor|sequence)_region(?:_forward|_backward)?';
 my $collective = 'mt_all_reduce|mt_all_gather|mt_reduce_scatter|mt_broadcast|mti_reduce_tokens|mti_gather_features';
-my $gradients = 'mt_sync_gradients|mt_accumulate_gradients|mt_params_zero_grad';
+my $gradients = 'mt_sync_gradients|mt_accumulate_gradients|mt_params_zero_grad(?:_lazy)?';
 my %conjugate = map { ("mt_$_->[0]", "mt_$_->[1]"), ("mt_$_->[1]", "mt_$_->[0]") } (
     ['copy_to_tensor_region_forward', 'reduce_from_tensor_region_forward'],
     ['copy_to_tensor_region_backward', 'reduce_from_tensor_region_backward'],
