@@ -213,9 +213,9 @@ MT_API mt_status mt_scale_add(mt_context *ctx, float a, mt_tensor a_factor, mt_t
 
    By default each function calls two operators, so its results have the same bits as theirs, and it returns their
    errors. forward, activation_forward and activation_backward call mt_gemm, then mt_bias_forward, mt_activation_forward
-   and mt_activation_backward respectively. gradients calls mt_bias_backward, then mt_gemm. In 16 bits the
-   result of mt_gemm is rounded before the other operator reads it. On a GPU, mt_gemm_options.epilogue can replace the
-   two operators by one call of cuBLASLt. */
+   and mt_activation_backward respectively. gradients calls mt_bias_backward, then mt_gemm. In 16 bits the result of
+   mt_gemm is rounded before the other operator reads it. On a GPU, mt_gemm_options.epilogue can replace the two
+   operators by one call of cuBLASLt. */
 MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y);
 MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
                                               mt_tensor bias, mt_tensor h, mt_tensor y);
@@ -1130,8 +1130,8 @@ typedef struct mti_kernels {
        and with another GEMM library. */
     void *gemm;
     void (*gemm_destroy)(mt_context *ctx, void *gemm);
-    void *
-        attention; /* the mti_cudnn of a GPU, which attention_destroy frees; NULL before the first call that needs it */
+    /* The mti_cudnn of a GPU, which attention_destroy frees. NULL before the first call that needs it. */
+    void *attention;
     void (*attention_destroy)(mt_context *ctx, void *attention);
     mti_packed *packed;               /* the packed copies of weights */
     uintptr_t packed_from, packed_to; /* all their weights are between these addresses */
@@ -3242,14 +3242,14 @@ static mt_status mti_tiles_open(mt_context *ctx, int *tiles) {
 extern "C++" {
 
 #if !defined(MT_CUDA_ENGINE) /* tests/engine/ defines these functions itself */
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#if MTI_HAS_SM80
 #define MTI_PTX_SM80(...) asm volatile(__VA_ARGS__)
 #else
 #define MTI_PTX_SM80(...) __trap() /* not reached: see mti_built_for */
 #endif
 /* Code that is built for less than sm_80 has no asynchronous copies. It runs the statement `now` instead, because
    norms use these wrappers there, too. */
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#if MTI_HAS_SM80
 #define MTI_PTX_COPY(now, ...) asm volatile(__VA_ARGS__)
 #else
 #define MTI_PTX_COPY(now, ...) now
@@ -3338,6 +3338,8 @@ extern "C++" {
 #define MTI_SM90A 0
 #endif
 
+#define MTI_ALIGN_1024_BYTES 896 /* see mti_align_1024 */
+
 #if !defined(MT_CUDA_ENGINE) /* tests/engine/ defines these functions itself */
 #if MTI_SM90A
 #define MTI_PTX_SM90A(...) asm volatile(__VA_ARGS__)
@@ -3348,8 +3350,8 @@ extern "C++" {
 /* ---- warpgroups: 128 threads, from a multiple of 128 on ---- */
 
 /* Returns the first multiple of 1024 in shared memory from p on. MT_DYN_SHARED is 128-byte aligned, so a kernel with
-   tiles is launched with 896 bytes more. A declared alignment of 1024 would be kept, but nvcc would then pad the static
-   shared memory of all kernels of the program to multiples of it. */
+   tiles is launched with MTI_ALIGN_1024_BYTES more. A declared alignment of 1024 would be kept, but nvcc would then pad
+   the static shared memory of all kernels of the program to multiples of it. */
 template <typename T> static __device__ __forceinline__ T *mti_align_1024(T *p) {
     return (T *)((unsigned char *)p + (0u - mti_shared_address(p)) % 1024);
 }
@@ -11696,7 +11698,7 @@ template <int HeadDim> struct mti_hopper_shape {
     static constexpr int Own = 64 * Width, Tile = Step * Width; /* elements of the rows of a warpgroup, and of a slot */
     static constexpr bool Turns = HeadDim <= 128;
     static constexpr int bytes(bool spans) {
-        return 896 + 2 * (2 * Own + Slots * Tile) + 2 * Slots * (int)sizeof(uint64_t) +
+        return MTI_ALIGN_1024_BYTES + 2 * (2 * Own + Slots * Tile) + 2 * Slots * (int)sizeof(uint64_t) +
                (spans ? MTI_FLASH_ROWS * (int)sizeof(mti_flash_span) : 0);
     }
 };
@@ -11732,14 +11734,19 @@ template <int Slots> struct mti_hopper_ring {
 
 /* What a thread of the producer copies of each tile: vector threadIdx.x % 8 of each block of columns, in row
    threadIdx.x / 8 and every 16th one below it. tile and from are the addresses of the first one, and `step` is the
-   distance of the next one. `left` is the number of rows that are left from the first one on, and `last` the bytes of
-   the vector in the last block of columns. The thread goes down by addition, because the producer has 24 registers.
-   Returns the address behind its last row. With Down = 8, 64 threads copy a tile. See mti_tile_fetch. */
+   distance of the next one. `left` is the number of rows that are left from the first one on, and `last`
+   (mti_hopper_last) the bytes of the vector in the last block of columns. The thread goes down by addition, because the
+   producer has 24 registers. Returns the address behind its last row. With Down = 8, 64 threads copy a tile. See
+   mti_tile_fetch. */
 static __device__ __forceinline__ int mti_hopper_row() { return (int)threadIdx.x / 8; }
 static __device__ __forceinline__ int mti_hopper_vector() { return (int)threadIdx.x % 8; }
 static __device__ __forceinline__ int mti_hopper_place() {
     return mti_hopper_row() * 64 + (mti_hopper_vector() ^ (mti_hopper_row() & 7)) * 8;
 }
+template <int HeadDim> static __device__ __forceinline__ int mti_hopper_last(int dim) {
+    return mti_hopper_shape<HeadDim>::Width - 64 + mti_hopper_vector() * 8 < dim ? 16 : 0;
+}
+
 template <int Rows, int HeadDim, int Down = 16>
 static __device__ __forceinline__ const uint16_t *mti_hopper_fetch(uint16_t *tile, const uint16_t *from, int64_t step,
                                                                    int left, int last) {
@@ -11810,7 +11817,7 @@ static __device__ __forceinline__ void mti_hopper_forward_copies(
     typedef mti_hopper_shape<HeadDim> Shape;
     mti_flash_place place = f.place();
     int64_t b = place.sequence, head = place.head, ld = f.p.k.ld;
-    int last = (Shape::Width - 64 + mti_hopper_vector() * 8) < f.dim() ? 16 : 0, m = 0;
+    int last = mti_hopper_last<HeadDim>(f.dim()), m = 0;
     const uint16_t *from =
         f.in(f.p.q, b, f.p.q_col(head)) + (int64_t)(first + mti_hopper_row()) * f.p.q.ld + mti_hopper_vector() * 8;
     q += mti_hopper_place();
@@ -12001,7 +12008,7 @@ extern "C++" {
    compute the mask of the dropout. One consumer computes exponentials while the other one multiplies.
 
    head size                       64         96         128
-   shared memory (KiB), dq, dkv    163, 99    195, 195   195, 195
+   shared memory (KiB), dq, dkv    163, 100   195, 196   195, 196
    slots, dq, dkv                  4, 4       2, 4       2, 4
    wgmma of a step, dq, dkv        16, 16     20, 20     24, 24
 
@@ -12091,11 +12098,6 @@ template <int Slots>
 static __device__ __forceinline__ void mti_hopper_copied_all(const mti_hopper_ring<Slots> &ring, int n) {
     mti_cp_async_wait<0>();
     if (Slots > 2 && n > 0) ring.arrived(n - 1);
-}
-
-/* The bytes of a thread's vector in the last block of columns. */
-template <int HeadDim> static __device__ __forceinline__ int mti_hopper_last(int dim) {
-    return mti_hopper_shape<HeadDim>::Width - 64 + mti_hopper_vector() * 8 < dim ? 16 : 0;
 }
 
 template <int HeadDim>
@@ -12306,10 +12308,9 @@ static __global__ void __launch_bounds__(MTI_HOPPER_THREADS, 1) mti_hopper_dkv_k
 #endif
 }
 
-/* 896 bytes are for mti_align_1024. */
 template <int HeadDim> static constexpr bool mti_hopper_back_fits() {
-    return sizeof(mti_hopper_dq_memory<HeadDim>) + 896 <= 227 << 10 &&
-           sizeof(mti_hopper_dkv_memory<HeadDim>) + 896 <= 227 << 10;
+    return sizeof(mti_hopper_dq_memory<HeadDim>) + MTI_ALIGN_1024_BYTES <= 227 << 10 &&
+           sizeof(mti_hopper_dkv_memory<HeadDim>) + MTI_ALIGN_1024_BYTES <= 227 << 10;
 }
 static_assert(mti_hopper_back_fits<64>() && mti_hopper_back_fits<96>() && mti_hopper_back_fits<128>(), "shared memory");
 
@@ -12321,8 +12322,8 @@ template <int HeadDim> static mt_status mti_hopper_run_backward(const mti_attent
                                MTI_FLASH_ROWS,
                                MTI_HOPPER_THREADS,
                                MTI_HOPPER_THREADS,
-                               (int)sizeof(mti_hopper_dq_memory<HeadDim>) + 896,
-                               (int)sizeof(mti_hopper_dkv_memory<HeadDim>) + 896};
+                               (int)sizeof(mti_hopper_dq_memory<HeadDim>) + MTI_ALIGN_1024_BYTES,
+                               (int)sizeof(mti_hopper_dkv_memory<HeadDim>) + MTI_ALIGN_1024_BYTES};
         if (a->q.dtype == MT_BF16)
             back.dq = mti_hopper_dq_kernel<HeadDim, true>, back.dkv = mti_hopper_dkv_kernel<HeadDim, true>;
         return mti_flash_backward(a, back);

@@ -321,7 +321,7 @@ template <int N, bool BF16, int TransB, bool RS> static void wgmma(int add, int 
     static uint16_t a[128 * DEPTH], b[DEPTH * 256];
     static float d[128 * 256];
     int stride = 1024 + gap, lead = TransB ? DEPTH / 8 * stride : 0;
-    int bytes = 896 + 16 * stride + (TransB ? (N + 63) / 64 * lead : N / 8 * stride);
+    int bytes = MTI_ALIGN_1024_BYTES + 16 * stride + (TransB ? (N + 63) / 64 * lead : N / 8 * stride);
     for (int i = 0; i < 128 * DEPTH; i++) a[i] = small(a_of(i / DEPTH, i % DEPTH), BF16);
     for (int i = 0; i < DEPTH * N; i++) b[i] = small(b_of(i / N, i % N), BF16);
     for (int i = 0; i < 128 * N; i++) d[i] = (float)c_of(i / N, i % N);
@@ -412,7 +412,7 @@ static void test_wgmma_groups(void **state) {
     for (int i = 0; i < 64 * DEPTH; i++) a[i] = small(a_of(i / DEPTH, i % DEPTH), 1);
     uint16_t *on_a = (uint16_t *)to_gpu(a, sizeof a);
     float *on_d = (float *)to_gpu(d, sizeof d);
-    MT_LAUNCH_KERNEL(wgmma_groups_kernel, 1, 128, 896 + 64 * 128, 0, on_a, on_d);
+    MT_LAUNCH_KERNEL(wgmma_groups_kernel, 1, 128, MTI_ALIGN_1024_BYTES + 64 * 128, 0, on_a, on_d);
     from_gpu(d, on_d, sizeof d);
     CUDA_OK(cudaFree(on_a));
     for (int i = 0; i < 128 * 64; i++) {

@@ -29,7 +29,7 @@ template <int HeadDim> struct mti_hopper_shape {
     static constexpr int Own = 64 * Width, Tile = Step * Width; /* elements of the rows of a warpgroup, and of a slot */
     static constexpr bool Turns = HeadDim <= 128;
     static constexpr int bytes(bool spans) {
-        return 896 + 2 * (2 * Own + Slots * Tile) + 2 * Slots * (int)sizeof(uint64_t) +
+        return MTI_ALIGN_1024_BYTES + 2 * (2 * Own + Slots * Tile) + 2 * Slots * (int)sizeof(uint64_t) +
                (spans ? MTI_FLASH_ROWS * (int)sizeof(mti_flash_span) : 0);
     }
 };
@@ -65,14 +65,19 @@ template <int Slots> struct mti_hopper_ring {
 
 /* What a thread of the producer copies of each tile: vector threadIdx.x % 8 of each block of columns, in row
    threadIdx.x / 8 and every 16th one below it. tile and from are the addresses of the first one, and `step` is the
-   distance of the next one. `left` is the number of rows that are left from the first one on, and `last` the bytes of
-   the vector in the last block of columns. The thread goes down by addition, because the producer has 24 registers.
-   Returns the address behind its last row. With Down = 8, 64 threads copy a tile. See mti_tile_fetch. */
+   distance of the next one. `left` is the number of rows that are left from the first one on, and `last`
+   (mti_hopper_last) the bytes of the vector in the last block of columns. The thread goes down by addition, because the
+   producer has 24 registers. Returns the address behind its last row. With Down = 8, 64 threads copy a tile. See
+   mti_tile_fetch. */
 static __device__ __forceinline__ int mti_hopper_row() { return (int)threadIdx.x / 8; }
 static __device__ __forceinline__ int mti_hopper_vector() { return (int)threadIdx.x % 8; }
 static __device__ __forceinline__ int mti_hopper_place() {
     return mti_hopper_row() * 64 + (mti_hopper_vector() ^ (mti_hopper_row() & 7)) * 8;
 }
+template <int HeadDim> static __device__ __forceinline__ int mti_hopper_last(int dim) {
+    return mti_hopper_shape<HeadDim>::Width - 64 + mti_hopper_vector() * 8 < dim ? 16 : 0;
+}
+
 template <int Rows, int HeadDim, int Down = 16>
 static __device__ __forceinline__ const uint16_t *mti_hopper_fetch(uint16_t *tile, const uint16_t *from, int64_t step,
                                                                    int left, int last) {
@@ -143,7 +148,7 @@ static __device__ __forceinline__ void mti_hopper_forward_copies(
     typedef mti_hopper_shape<HeadDim> Shape;
     mti_flash_place place = f.place();
     int64_t b = place.sequence, head = place.head, ld = f.p.k.ld;
-    int last = (Shape::Width - 64 + mti_hopper_vector() * 8) < f.dim() ? 16 : 0, m = 0;
+    int last = mti_hopper_last<HeadDim>(f.dim()), m = 0;
     const uint16_t *from =
         f.in(f.p.q, b, f.p.q_col(head)) + (int64_t)(first + mti_hopper_row()) * f.p.q.ld + mti_hopper_vector() * 8;
     q += mti_hopper_place();

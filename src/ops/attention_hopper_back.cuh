@@ -21,7 +21,7 @@ extern "C++" {
    compute the mask of the dropout. One consumer computes exponentials while the other one multiplies.
 
    head size                       64         96         128
-   shared memory (KiB), dq, dkv    163, 99    195, 195   195, 195
+   shared memory (KiB), dq, dkv    163, 100   195, 196   195, 196
    slots, dq, dkv                  4, 4       2, 4       2, 4
    wgmma of a step, dq, dkv        16, 16     20, 20     24, 24
 
@@ -111,11 +111,6 @@ template <int Slots>
 static __device__ __forceinline__ void mti_hopper_copied_all(const mti_hopper_ring<Slots> &ring, int n) {
     mti_cp_async_wait<0>();
     if (Slots > 2 && n > 0) ring.arrived(n - 1);
-}
-
-/* The bytes of a thread's vector in the last block of columns. */
-template <int HeadDim> static __device__ __forceinline__ int mti_hopper_last(int dim) {
-    return mti_hopper_shape<HeadDim>::Width - 64 + mti_hopper_vector() * 8 < dim ? 16 : 0;
 }
 
 template <int HeadDim>
@@ -326,10 +321,9 @@ static __global__ void __launch_bounds__(MTI_HOPPER_THREADS, 1) mti_hopper_dkv_k
 #endif
 }
 
-/* 896 bytes are for mti_align_1024. */
 template <int HeadDim> static constexpr bool mti_hopper_back_fits() {
-    return sizeof(mti_hopper_dq_memory<HeadDim>) + 896 <= 227 << 10 &&
-           sizeof(mti_hopper_dkv_memory<HeadDim>) + 896 <= 227 << 10;
+    return sizeof(mti_hopper_dq_memory<HeadDim>) + MTI_ALIGN_1024_BYTES <= 227 << 10 &&
+           sizeof(mti_hopper_dkv_memory<HeadDim>) + MTI_ALIGN_1024_BYTES <= 227 << 10;
 }
 static_assert(mti_hopper_back_fits<64>() && mti_hopper_back_fits<96>() && mti_hopper_back_fits<128>(), "shared memory");
 
@@ -341,8 +335,8 @@ template <int HeadDim> static mt_status mti_hopper_run_backward(const mti_attent
                                MTI_FLASH_ROWS,
                                MTI_HOPPER_THREADS,
                                MTI_HOPPER_THREADS,
-                               (int)sizeof(mti_hopper_dq_memory<HeadDim>) + 896,
-                               (int)sizeof(mti_hopper_dkv_memory<HeadDim>) + 896};
+                               (int)sizeof(mti_hopper_dq_memory<HeadDim>) + MTI_ALIGN_1024_BYTES,
+                               (int)sizeof(mti_hopper_dkv_memory<HeadDim>) + MTI_ALIGN_1024_BYTES};
         if (a->q.dtype == MT_BF16)
             back.dq = mti_hopper_dq_kernel<HeadDim, true>, back.dkv = mti_hopper_dkv_kernel<HeadDim, true>;
         return mti_flash_backward(a, back);

@@ -14,9 +14,9 @@
 
    By default each function calls two operators, so its results have the same bits as theirs, and it returns their
    errors. forward, activation_forward and activation_backward call mt_gemm, then mt_bias_forward, mt_activation_forward
-   and mt_activation_backward respectively. gradients calls mt_bias_backward, then mt_gemm. In 16 bits the
-   result of mt_gemm is rounded before the other operator reads it. On a GPU, mt_gemm_options.epilogue can replace the
-   two operators by one call of cuBLASLt. */
+   and mt_activation_backward respectively. gradients calls mt_bias_backward, then mt_gemm. In 16 bits the result of
+   mt_gemm is rounded before the other operator reads it. On a GPU, mt_gemm_options.epilogue can replace the two
+   operators by one call of cuBLASLt. */
 MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y);
 MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
                                               mt_tensor bias, mt_tensor h, mt_tensor y);

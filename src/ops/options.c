@@ -21,8 +21,8 @@ typedef struct mti_kernels {
        and with another GEMM library. */
     void *gemm;
     void (*gemm_destroy)(mt_context *ctx, void *gemm);
-    void *
-        attention; /* the mti_cudnn of a GPU, which attention_destroy frees; NULL before the first call that needs it */
+    /* The mti_cudnn of a GPU, which attention_destroy frees. NULL before the first call that needs it. */
+    void *attention;
     void (*attention_destroy)(mt_context *ctx, void *attention);
     mti_packed *packed;               /* the packed copies of weights */
     uintptr_t packed_from, packed_to; /* all their weights are between these addresses */

@@ -14,14 +14,14 @@
 extern "C++" {
 
 #if !defined(MT_CUDA_ENGINE) /* tests/engine/ defines these functions itself */
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#if MTI_HAS_SM80
 #define MTI_PTX_SM80(...) asm volatile(__VA_ARGS__)
 #else
 #define MTI_PTX_SM80(...) __trap() /* not reached: see mti_built_for */
 #endif
 /* Code that is built for less than sm_80 has no asynchronous copies. It runs the statement `now` instead, because
    norms use these wrappers there, too. */
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#if MTI_HAS_SM80
 #define MTI_PTX_COPY(now, ...) asm volatile(__VA_ARGS__)
 #else
 #define MTI_PTX_COPY(now, ...) now

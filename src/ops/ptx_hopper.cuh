@@ -17,6 +17,8 @@ extern "C++" {
 #define MTI_SM90A 0
 #endif
 
+#define MTI_ALIGN_1024_BYTES 896 /* see mti_align_1024 */
+
 #if !defined(MT_CUDA_ENGINE) /* tests/engine/ defines these functions itself */
 #if MTI_SM90A
 #define MTI_PTX_SM90A(...) asm volatile(__VA_ARGS__)
@@ -27,8 +29,8 @@ extern "C++" {
 /* ---- warpgroups: 128 threads, from a multiple of 128 on ---- */
 
 /* Returns the first multiple of 1024 in shared memory from p on. MT_DYN_SHARED is 128-byte aligned, so a kernel with
-   tiles is launched with 896 bytes more. A declared alignment of 1024 would be kept, but nvcc would then pad the static
-   shared memory of all kernels of the program to multiples of it. */
+   tiles is launched with MTI_ALIGN_1024_BYTES more. A declared alignment of 1024 would be kept, but nvcc would then pad
+   the static shared memory of all kernels of the program to multiples of it. */
 template <typename T> static __device__ __forceinline__ T *mti_align_1024(T *p) {
     return (T *)((unsigned char *)p + (0u - mti_shared_address(p)) % 1024);
 }
