@@ -338,6 +338,7 @@ static mt_status mti_layer_forward(mt_context *ctx, const mt_transformer_layer *
     mti_layer_call calls[2];
     int count = mti_layer_calls(ctx, layer, batch, cache), i;
     mt_tensor middle;
+    if (saved) saved->count = count;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &middle));
     for (i = 0; i < count; i++) {
         mti_layer_call_of(layer, batch, i, count, x, middle, y, saved, &calls[i]);
@@ -355,7 +356,7 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
     if (saved) MT_TRY(mt_check_tokens(ctx, "mt_transformer_layer_forward", batch->sequences * batch->seq));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("layer forward", mti_layer_forward(ctx, layer, batch, NULL, x, y, saved));
-    if (saved) saved->x = x, saved->batch = *batch, saved->count = mti_layer_calls(ctx, layer, batch, NULL);
+    if (saved) saved->x = x, saved->batch = *batch;
     if (status != MT_SUCCESS || !saved || layer->desc.recompute == MT_RECOMPUTE_FULL) mt_arena_release(ctx, mark);
     return status;
 }
@@ -406,7 +407,7 @@ static mt_status mti_layer_backward(mt_context *ctx, const mt_transformer_layer 
                                     const mt_transformer_layer_saved *saved) {
     mt_transformer_layer_saved again = *saved;
     mti_layer_call calls[2];
-    int count = mti_layer_calls(ctx, layer, &saved->batch, NULL), i;
+    int count = saved->count, i;
     mt_tensor dmiddle;
     if (layer->desc.recompute == MT_RECOMPUTE_FULL)
         MT_TRY(MT_RANGE("layer forward again", mti_layer_again(ctx, layer, &again)));

@@ -57,7 +57,7 @@ MT_API mt_status mt_param_touch_grad(mt_context *ctx, const mt_param *param) {
     return mti_gradient_fill(ctx, param);
 }
 
-/* Returns 1 when a lazy zeroing leaves out the gradient of p: the product of its layer writes all elements. */
+/* Returns 1 when zeroing leaves out the gradient of p: it is lazy, and the product of p's layer writes all elements. */
 static int mti_is_left_out(const mt_params *params, const mt_param *p) {
     return params->lazy && mti_entry_of(p)->is_linear;
 }
@@ -83,7 +83,7 @@ static mt_status mti_own_grads_zero(mt_context *ctx, const mt_params *params) {
 }
 
 /* Fills the gradients with zeros, except those that are left out. */
-static mt_status mti_memory_zero_lazy(mt_context *ctx, const mt_params *params) {
+static mt_status mti_gradients_memory_zero(mt_context *ctx, const mt_params *params) {
     int64_t at;
     int i;
     if (params->grads) MT_TRY(mti_own_grads_zero(ctx, params));
@@ -102,10 +102,10 @@ static mt_status mti_gradient_poison(mt_context *ctx, const mt_param *p) {
     return mt_check_resume(ctx, mt_fill(ctx, p->grad, NAN));
 }
 
-/* Makes all gradients zero. params->lazy says whether some are left out. */
+/* Makes all gradients zero. */
 static mt_status mti_gradients_zero(mt_context *ctx, mt_params *params) {
     int i;
-    MT_TRY(params->lazy ? mti_memory_zero_lazy(ctx, params) : mti_memory_zero(ctx, params, MTI_IN_GRADS));
+    MT_TRY(mti_gradients_memory_zero(ctx, params));
     MT_TRY(mt_check_mean_end(ctx, "mt_params_zero_grad", 0));
     params->unwritten = 0;
     for (i = 0; i < params->count; i++) {

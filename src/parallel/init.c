@@ -145,12 +145,12 @@ static mt_tensor mti_memory(const mt_params *params, int kind, int piece, int64_
     return params->lookups ? mt_tensor_f32(params->lookups, 1, params->gradients - params->elements) : mt_none();
 }
 
-/* Fills the values, padding included, or the gradients with zeros. */
-static mt_status mti_memory_zero(mt_context *ctx, const mt_params *params, int kind) {
+/* Fills the values with zeros, padding included. */
+static mt_status mti_values_zero(mt_context *ctx, const mt_params *params) {
     int64_t at;
     int i;
     for (i = -1; i < params->count; i++) {
-        mt_tensor piece = mti_memory(params, kind, i, &at);
+        mt_tensor piece = mti_memory(params, MTI_IN_VALUES, i, &at);
         if (piece.data) MT_TRY(mti_zero(ctx, piece));
     }
     return MT_SUCCESS;

@@ -242,7 +242,7 @@ static mt_status mti_params_begin(mt_context *ctx, mt_params *params, const char
     MT_TRY(mti_params_compare(ctx, params, function, seed, mti_pointers_check(ctx, function, params)));
     if (!params->placed) MT_TRY(mti_params_place(ctx, params));
     mti_params_unpack(params);
-    MT_TRY(mti_memory_zero(ctx, params, MTI_IN_VALUES));
+    MT_TRY(mti_values_zero(ctx, params));
     return mt_params_zero_grad(ctx, params);
 }
 
