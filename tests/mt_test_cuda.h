@@ -26,4 +26,26 @@ static int close_contexts(void **state) {
     return 0;
 }
 
+/* Returns the values in f32 in host memory. The caller frees them. */
+static inline float *download(mt_context *ctx, mt_tensor t) {
+    size_t mark = mt_arena_mark(ctx);
+    float *x = (float *)malloc((size_t)(t.rows * t.cols + 1) * sizeof *x);
+    mt_tensor f;
+    OK(mt_arena_tensor(ctx, MT_F32, t.rows, t.cols, &f));
+    OK(mt_convert(ctx, t, f));
+    OK(mt_download(ctx, f, x));
+    mt_arena_release(ctx, mark);
+    return x;
+}
+
+/* The values of a tensor on the GPU, in f32 on the CPU. */
+static inline mt_tensor widened(mt_tensor t) {
+    float *x = download(gpu, t);
+    mt_tensor f;
+    OK(mt_arena_tensor(cpu, MT_F32, t.rows, t.cols, &f));
+    OK(mt_upload(cpu, x, f));
+    free(x);
+    return f;
+}
+
 #endif /* MT_TEST_CUDA_H */

@@ -78,16 +78,6 @@ static pair none(void) {
     return p;
 }
 
-static float *download(mt_context *ctx, mt_tensor t) {
-    float *x = (float *)malloc((size_t)(t.rows * t.cols + 1) * sizeof *x);
-    size_t mark = mt_arena_mark(ctx);
-    mt_tensor f = tensor_new(ctx, MT_F32, t.rows, t.cols, dense);
-    OK(mt_convert(ctx, t, f));
-    OK(mt_download(ctx, f, x));
-    mt_arena_release(ctx, mark);
-    return x;
-}
-
 /* One unit in the last place of a 16-bit result. Both backends round the same sum, computed in slightly different
    ways. */
 static double last_place(mt_dtype dtype) { return dtype == MT_F32 ? 0 : dtype == MT_BF16 ? 1.0 / 128 : 1.0 / 1024; }

@@ -74,28 +74,6 @@ static mt_tensor noise(mt_dtype type, int64_t rows, int64_t cols, int64_t gap, u
     return t;
 }
 
-/* Returns the values in f32 in host memory. The caller frees them. */
-static float *download(mt_tensor t) {
-    size_t mark = mt_arena_mark(gpu);
-    float *x = (float *)malloc((size_t)(t.rows * t.cols + 1) * sizeof *x);
-    mt_tensor f;
-    OK(mt_arena_tensor(gpu, MT_F32, t.rows, t.cols, &f));
-    OK(mt_convert(gpu, t, f));
-    OK(mt_download(gpu, f, x));
-    mt_arena_release(gpu, mark);
-    return x;
-}
-
-/* The values in f32 on the CPU context. */
-static mt_tensor widened(mt_tensor t) {
-    float *x = download(t);
-    mt_tensor f;
-    OK(mt_arena_tensor(cpu, MT_F32, t.rows, t.cols, &f));
-    OK(mt_upload(cpu, x, f));
-    free(x);
-    return f;
-}
-
 static mt_tensor on_cpu(mt_tensor like) {
     mt_tensor t;
     OK(mt_arena_tensor(cpu, MT_F32, like.rows, like.cols, &t));
@@ -163,7 +141,7 @@ static const char *row_of(const call *k, int backwards, int capability) {
 /* Compares head by head: see `near` in test_cuda_flash.cu. */
 static void near(const config *c, const char *what, mt_tensor got, mt_tensor expected, double noise) {
     double roundoff = c->type == MT_BF16 ? 1.0 / 256 : 1.0 / 2048;
-    float *x = download(got), *y = (float *)expected.data;
+    float *x = download(gpu, got), *y = (float *)expected.data;
     for (int64_t i = 0; i < got.rows * got.cols; i += c->dim) {
         double error = 0, size = 0, bound;
         for (int64_t d = 0; d < c->dim; d++) {
@@ -179,7 +157,7 @@ static void near(const config *c, const char *what, mt_tensor got, mt_tensor exp
 }
 
 static void near_lse(const config *c, mt_tensor got, mt_tensor expected) {
-    float *x = download(got), *y = (float *)expected.data;
+    float *x = download(gpu, got), *y = (float *)expected.data;
     for (int64_t i = 0; i < got.rows * got.cols; i++)
         if (!(fabsf(x[i] - y[i]) <= 1e-5f))
             fail_msg("%s: lse %lld is %.9g, on the CPU %.9g", describe(c), (long long)i, (double)x[i], (double)y[i]);
@@ -188,7 +166,7 @@ static void near_lse(const config *c, mt_tensor got, mt_tensor expected) {
 
 static void gap_untouched(const char *what, mt_tensor t) {
     int64_t gap = mt_tensor_ld(t) - t.cols;
-    float *x = download(mt_tensor_cols(mt_tensor_make(t.data, t.dtype, t.rows, t.cols + gap), t.cols, gap));
+    float *x = download(gpu, mt_tensor_cols(mt_tensor_make(t.data, t.dtype, t.rows, t.cols + gap), t.cols, gap));
     for (int64_t i = 0; i < t.rows * gap; i++)
         if (!isnan(x[i])) fail_msg("%s: something was written behind row %lld", what, (long long)(i / gap));
     free(x);
@@ -262,7 +240,7 @@ static void test_scale(void **state) {
 }
 
 static int differ(mt_tensor a, mt_tensor b) {
-    float *x = download(a), *y = download(b);
+    float *x = download(gpu, a), *y = download(gpu, b);
     int result = memcmp(x, y, (size_t)(a.rows * a.cols) * sizeof *x) != 0;
     free(x);
     free(y);
@@ -507,7 +485,7 @@ static void test_graph(void **state) {
     OK(mt_graph_begin(gpu, NULL));
     OK(forward(gpu, &a));
     OK(mt_graph_end(gpu, &graph));
-    x = download(a.out);
+    x = download(gpu, a.out);
     assert_true(isnan(x[0])); /* it was only recorded */
     free(x);
     for (int i = 0; i < MTI_CUDNN_PLANS + 1; i++) {

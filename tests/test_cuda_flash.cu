@@ -68,28 +68,6 @@ static mt_tensor noise(mt_dtype type, int64_t rows, int64_t cols, uint64_t seed,
     return t;
 }
 
-/* Returns the values in f32 in host memory. The caller frees them. */
-static float *download(mt_tensor t) {
-    size_t mark = mt_arena_mark(gpu);
-    float *x = (float *)malloc((size_t)(t.rows * t.cols + 1) * sizeof *x);
-    mt_tensor f;
-    OK(mt_arena_tensor(gpu, MT_F32, t.rows, t.cols, &f));
-    OK(mt_convert(gpu, t, f));
-    OK(mt_download(gpu, f, x));
-    mt_arena_release(gpu, mark);
-    return x;
-}
-
-/* The values in f32 on the CPU context. */
-static mt_tensor widened(mt_tensor t) {
-    float *x = download(t);
-    mt_tensor f;
-    OK(mt_arena_tensor(cpu, MT_F32, t.rows, t.cols, &f));
-    OK(mt_upload(cpu, x, f));
-    free(x);
-    return f;
-}
-
 static mt_tensor on_cpu(int64_t rows, int64_t cols) {
     mt_tensor t;
     OK(mt_arena_tensor(cpu, MT_F32, rows, cols, &t));
@@ -97,7 +75,7 @@ static mt_tensor on_cpu(int64_t rows, int64_t cols) {
 }
 
 static void gap_untouched(const char *what, mt_tensor t) {
-    float *x = download(mt_tensor_cols(mt_tensor_make(t.data, t.dtype, t.rows, t.cols + GAP), t.cols, GAP));
+    float *x = download(gpu, mt_tensor_cols(mt_tensor_make(t.data, t.dtype, t.rows, t.cols + GAP), t.cols, GAP));
     for (int64_t i = 0; i < t.rows * GAP; i++)
         if (!isnan(x[i])) fail_msg("%s: something was written behind row %lld", what, (long long)(i / GAP));
     free(x);
@@ -209,7 +187,7 @@ static double unit_roundoff(mt_dtype type) { return type == MT_BF16 ? 1.0 / 256 
 
    noise: error of f32 where much cancels, and of weights so small that f16 has few bits for them. */
 static void near(const config *c, const char *what, mt_tensor got, mt_tensor expected, double noise) {
-    float *x = download(got), *y = (float *)expected.data;
+    float *x = download(gpu, got), *y = (float *)expected.data;
     for (int64_t i = 0; i < got.rows * got.cols; i += c->dim) {
         double error = 0, size = 0, bound;
         for (int64_t d = 0; d < c->dim; d++) {
@@ -227,7 +205,7 @@ static void near(const config *c, const char *what, mt_tensor got, mt_tensor exp
 
 /* A capped score is softcap times a tanh, whose error is at most 3e-7. */
 static void near_lse(const config *c, mt_tensor got, mt_tensor expected) {
-    float *x = download(got), *y = (float *)expected.data, bound = 1e-5f + c->softcap * 3e-7f;
+    float *x = download(gpu, got), *y = (float *)expected.data, bound = 1e-5f + c->softcap * 3e-7f;
     for (int64_t i = 0; i < got.rows * got.cols; i++)
         if (!(fabsf(x[i] - y[i]) <= bound) && x[i] != y[i]) /* -infinity without keys */
             fail_msg("%s: lse %lld is %.9g, on the CPU %.9g", describe(c), (long long)i, (double)x[i], (double)y[i]);
@@ -239,7 +217,7 @@ static void near_lse(const config *c, mt_tensor got, mt_tensor expected) {
    first one. */
 static void rescale(const config *c, call *k, float even, float odd, float low, float high) {
     size_t mark = mt_arena_mark(gpu);
-    float *x = download(k->qkv);
+    float *x = download(gpu, k->qkv);
     int64_t width = k->qkv.cols, keys = c->per_group * c->dim, group = keys + 2 * c->dim;
     mt_tensor f;
     for (int64_t i = 0; i < k->qkv.rows * width; i++) {
@@ -469,7 +447,7 @@ static void poison(mt_tensor t, int64_t first, int64_t end, int64_t from, int64_
    warp has `warp` rows, and a row sees `before` tokens before it and `after` behind it. */
 static void same_where_hidden(const config *c, const char *what, mt_tensor a, mt_tensor b, int64_t col, int64_t cols,
                               int64_t tile, int64_t warp, int64_t before, int64_t after) {
-    float *x = download(mt_tensor_cols(a, col, cols)), *y = download(mt_tensor_cols(b, col, cols));
+    float *x = download(gpu, mt_tensor_cols(a, col, cols)), *y = download(gpu, mt_tensor_cols(b, col, cols));
     int64_t hidden = 0;
     for (int64_t i = 0; i < c->seq; i++) {
         int64_t first = i / warp * warp - before, end = i / warp * warp + warp + after;
@@ -602,7 +580,7 @@ static void test_tanh(void **state) {
 /* ---- the same bits ----------------------------------------------------------------------------------------------- */
 
 static void same_bits(const char *what, mt_tensor a, mt_tensor b) {
-    float *x = download(a), *y = download(b);
+    float *x = download(gpu, a), *y = download(gpu, b);
     for (int64_t i = 0; i < a.rows * a.cols; i++)
         if (memcmp(&x[i], &y[i], sizeof x[i]) != 0)
             fail_msg("%s: row %lld, column %lld is %.9g and %.9g", what, (long long)(i / a.cols),
@@ -645,7 +623,7 @@ static void test_rows_are_independent(void **state) {
     rescale(&c, &b, 1.0f, 6.0f, 0.5f, 1.0f);
     run(&a);
     run(&b);
-    x = download(a.out), y = download(b.out);
+    x = download(gpu, a.out), y = download(gpu, b.out);
     for (int64_t i = 0; i < c.seq; i++)
         assert_true((memcmp(x + i * c.dim, y + i * c.dim, (size_t)c.dim * sizeof *x) == 0) == (i % 2 == 0));
     free(x);
@@ -739,7 +717,7 @@ static void test_layouts(void **state) {
 /* ---- which path -------------------------------------------------------------------------------------------------- */
 
 static int differ(mt_tensor a, mt_tensor b) {
-    float *x = download(a), *y = download(b);
+    float *x = download(gpu, a), *y = download(gpu, b);
     int result = memcmp(x, y, (size_t)(a.rows * a.cols) * sizeof *x) != 0;
     free(x);
     free(y);

@@ -286,6 +286,16 @@ static void test_scores(void **state) {
     }
 }
 
+/* Runs r on the GPU, and on the CPU, to which the results are compared, and the memory to the plan. */
+static void execute_beside_cpu(const gpt_run *r, gpt_result *on_cpu, gpt_result *on_gpu) {
+    gpt_run c = *r;
+    c.device = MT_DEVICE_CPU;
+    gpt_execute(c, on_cpu);
+    gpt_execute(*r, on_gpu);
+    assert_near(r, on_cpu, on_gpu);
+    assert_planned(*r, on_gpu);
+}
+
 /* Tokens in chunks, with communication beside products or not, give the same bits, and the CPU's results for the same
    chunks. The two streams run concurrently. */
 static void test_overlap(void **state) {
@@ -293,14 +303,9 @@ static void test_overlap(void **state) {
     static const int ways[] = {1, 2, 4, 5}; /* index into splits */
     (void)state;
     for (int i = 0; i < 4; i++) {
-        gpt_run r = run_of(MT_DEVICE_CUDA, MT_F32, (size_t)ways[i], 0, i % 2), c;
+        gpt_run r = run_of(MT_DEVICE_CUDA, MT_F32, (size_t)ways[i], 0, i % 2);
         r.overlap_chunks = 3;
-        c = r;
-        c.device = MT_DEVICE_CPU;
-        gpt_execute(c, &on_cpu);
-        gpt_execute(r, &beside);
-        assert_near(&r, &on_cpu, &beside);
-        assert_planned(r, &beside);
+        execute_beside_cpu(&r, &on_cpu, &beside);
         for (int off = 1; off <= MT_OVERLAP_ALL; off += 3) {
             r.no_overlap = off;
             gpt_execute(r, &apart);
@@ -322,15 +327,10 @@ static void test_interleaved_halves(void **state) {
     static gpt_result on_cpu, beside, apart;
     (void)state;
     for (int i = 0; i < 2; i++) {
-        gpt_run r = run_of(MT_DEVICE_CUDA, MT_F32, 1, 0, i), c;
+        gpt_run r = run_of(MT_DEVICE_CUDA, MT_F32, 1, 0, i);
         r.interleave = 1;
         r.recompute = i == 1 ? MT_RECOMPUTE_FULL : MT_RECOMPUTE_NONE;
-        c = r;
-        c.device = MT_DEVICE_CPU;
-        gpt_execute(c, &on_cpu);
-        gpt_execute(r, &beside);
-        assert_near(&r, &on_cpu, &beside);
-        assert_planned(r, &beside);
+        execute_beside_cpu(&r, &on_cpu, &beside);
         r.no_overlap = MT_OVERLAP_ROW_FORWARD | MT_OVERLAP_COLUMN_BACKWARD;
         gpt_execute(r, &apart);
         if (memcmp(&beside, &apart, GPT_SAME_BYTES) != 0) fail_msg("%s: other bits without overlap", gpt_name(&r));
