@@ -9625,14 +9625,14 @@ static __device__ __forceinline__ void mti_plain_copy(const mti_plain &p, const 
     int64_t row = first + x;
     bool is = row >= all.first && row < all.end && d < dim;
     float *at = mti_plain_place<T, Lanes, Each>(to, x, d), y[MTI_VECTOR] = {};
-    if (WIDE || p.wide) {
-        if (is) mti_load<true, WIDE ? MT_F32 : MTI_ANY_TYPE>(v, base + row, col + d, MTI_VECTOR, y);
-        *(float4 *)at = make_float4(y[0], y[1], y[2], y[3]);
-        *(float4 *)(at + 4) = make_float4(y[4], y[5], y[6], y[7]);
+    if (!WIDE && !p.wide) {
+        MT_DEVICE_NO_UNROLL
+        for (int j = 0; j < MTI_VECTOR; j++) at[j] = is && d + j < dim ? mti_get(v, base + row, col + d + j) : 0.0f;
         return;
     }
-    MT_DEVICE_NO_UNROLL
-    for (int j = 0; j < MTI_VECTOR; j++) at[j] = is && d + j < dim ? mti_get(v, base + row, col + d + j) : 0.0f;
+    if (is) mti_load<true, WIDE ? MT_F32 : MTI_ANY_TYPE>(v, base + row, col + d, MTI_VECTOR, y);
+    *(float4 *)at = make_float4(y[0], y[1], y[2], y[3]);
+    *(float4 *)(at + 4) = make_float4(y[4], y[5], y[6], y[7]);
 }
 
 /* Copies the rows [first, first + Count). The loop for f32 is unrolled. The other one is for calls that are rare. It is
