@@ -297,8 +297,8 @@ MT_INLINE void mti_kv_sum_tile(int rows, int is_bf16, const float *p, const char
         y = mti_kv_vector(is_bf16, values, j * width + d + MTI_SIMD);
         MTI_UNROLL
         for (r = 0; r < rows; r++) {
-            s[r][0] += p[r * MTI_KV_KEYS + j] * x;
-            s[r][1] += p[r * MTI_KV_KEYS + j] * y;
+            s[r][0] = mti_simd_fma(p[r * MTI_KV_KEYS + j], x, s[r][0]);
+            s[r][1] = mti_simd_fma(p[r * MTI_KV_KEYS + j], y, s[r][1]);
         }
     }
     MTI_UNROLL

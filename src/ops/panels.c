@@ -102,6 +102,21 @@ static void mti_pack(const float *x, int64_t row, int64_t col, int64_t rows, int
 typedef float mti_simd __attribute__((vector_size(4 * MTI_SIMD)));
 typedef int32_t mti_simd_ints __attribute__((vector_size(4 * MTI_SIMD)));
 
+/* a * b + s, rounded once where the processor has an instruction for it. A compiler that may choose, as for s + a * b,
+   rounds once in one loop and twice in another (gcc 12 for Zen 3), and a row's bits would depend on the rows beside
+   it. */
+MT_INLINE mti_simd mti_simd_fma(float a, mti_simd b, mti_simd s) {
+#if defined(__AVX512F__)
+    return (mti_simd)_mm512_fmadd_ps(_mm512_set1_ps(a), (__m512)b, (__m512)s);
+#elif defined(__FMA__)
+    return (mti_simd)_mm256_fmadd_ps(_mm256_set1_ps(a), (__m256)b, (__m256)s);
+#elif defined(__aarch64__)
+    return (mti_simd)vfmaq_n_f32((float32x4_t)s, (float32x4_t)b, a);
+#else
+    return s + a * b;
+#endif
+}
+
 /* MTI_EXCHANGE takes the blocks of d elements that have the even numbers (h = 0) or the odd ones (h = 1) from a and
    from b, in turns. */
 #define MTI_FROM(j, d, h) ((j) & (d) ? MTI_SIMD + (j) - ((h) ? 0 : (d)) : (j) + ((h) ? (d) : 0))
@@ -162,14 +177,19 @@ MT_INLINE mti_simd mti_gemm_step(int pairs, float a, mti_simd b, mti_simd s) {
     if (pairs) return (mti_simd)_mm512_dpbf16_ps((__m512)s, (__m512bh)_mm512_set1_ps(a), (__m512bh)b);
 #endif
     (void)pairs;
-    return s + a * b;
+    return mti_simd_fma(a, b, s);
+}
+
+/* alpha * s + beta * c; alpha * s if beta is 0. */
+MT_INLINE mti_simd mti_gemm_end(mti_simd s, float alpha, float beta, mti_simd c) {
+    return beta != 0.0f ? mti_simd_fma(beta, c, s * alpha) : s * alpha;
 }
 
 /* c [MTI_MR, MTI_NR] = alpha a b + beta c, a sum over k. Row i of a is a[i][p * step]; b is a packed panel. In pairs, k
    counts pairs. */
 MT_INLINE void mti_gemm_sums(int pairs, int64_t k, const float *const *a, int64_t step, const float *b, float alpha,
                              float beta, float *c, int64_t ldc) {
-    mti_simd s[MTI_MR][2], b0, b1, zero = {0};
+    mti_simd s[MTI_MR][2], zero = {0}, b0 = zero, b1;
     int64_t p;
     int i, j;
     MTI_UNROLL
@@ -186,12 +206,9 @@ MT_INLINE void mti_gemm_sums(int pairs, int64_t k, const float *const *a, int64_
     MTI_UNROLL
     for (i = 0; i < MTI_MR; i++)
         for (j = 0; j < 2; j++, c += MTI_SIMD) {
-            s[i][j] *= alpha;
-            if (beta != 0.0f) {
-                memcpy(&b0, c, sizeof b0);
-                s[i][j] += beta * b0;
-            }
-            memcpy(c, &s[i][j], sizeof b0);
+            if (beta != 0.0f) memcpy(&b0, c, sizeof b0);
+            b0 = mti_gemm_end(s[i][j], alpha, beta, b0);
+            memcpy(c, &b0, sizeof b0);
             if (j == 1) c += ldc - MTI_NR;
         }
 }
@@ -270,69 +287,78 @@ MT_INLINE void mti_few_step(int m, mt_dtype type, const unsigned char *const *b,
     for (i = 0; i < MTI_SIMD; i++) {
         if (!MTI_FEW_PAIRS(type)) {
             if (i < first) continue;
-            for (r = 0; r < m; r++) s[r] += x[r][p + i] * t[i];
+            for (r = 0; r < m; r++) s[r] = mti_simd_fma(x[r][p + i], t[i], s[r]);
         } else {
             mti_simd even = mti_simd_widen(type, t[i], 0), odd = mti_simd_widen(type, t[i], 1);
             if (2 * i + 1 < first) continue;
             if (2 * i >= first)
-                for (r = 0; r < m; r++) s[r] += x[r][p + 2 * i] * even;
-            for (r = 0; r < m; r++) s[r] += x[r][p + 2 * i + 1] * odd;
+                for (r = 0; r < m; r++) s[r] = mti_simd_fma(x[r][p + 2 * i], even, s[r]);
+            for (r = 0; r < m; r++) s[r] = mti_simd_fma(x[r][p + 2 * i + 1], odd, s[r]);
         }
     }
 }
 
-/* Computes c for m rows of a from row i on, and MTI_SIMD rows of b from row j on. Rows that do not exist repeat the
-   last one. k is at least MTI_FEW_LEAST. */
-MT_INLINE void mti_few_tile(const mti_few_product *g, int m, mt_dtype type, int64_t i, int64_t j) {
-    const unsigned char *b[MTI_SIMD];
-    const float *x[MTI_FEW];
+/* Copies MTI_SIMD elements of row i of c from column j on to *s, or *s to them. Leaves out what c does not have. */
+MT_INLINE void mti_few_copy(const mti_few_product *g, int64_t i, int64_t j, int writes, mti_simd *s) {
     float *c = g->c + i * g->ldc + j;
-    mti_simd s[MTI_FEW], sums[MTI_FEW], zero = {0};
-    int64_t size = (int64_t)mt_dtype_size(type), step = MTI_FEW_STEP(type), p, q, end;
-    int64_t ahead = j + 2 * MTI_SIMD <= g->n && MTI_SIMD * g->k * size <= MTI_FEW_AHEAD ? MTI_SIMD * g->ldb * size : 0;
-    size_t width = (size_t)mt_min(MTI_SIMD, g->n - j) * sizeof *c;
-    int r;
-    for (r = 0; r < MTI_SIMD; r++) b[r] = g->b + mt_min(j + r, g->n - 1) * g->ldb * size;
-    for (r = 0; r < m; r++) {
-        x[r] = g->a + mt_min(i + r, g->m - 1) * g->lda;
+    size_t size = (size_t)mt_min(MTI_SIMD, g->n - j) * sizeof *c;
+    if (i >= g->m || j >= g->n) return;
+    memcpy(writes ? (void *)c : s, writes ? s : (void *)c, size);
+}
+
+/* Computes c for m rows of a from row i on, and `groups` times MTI_SIMD rows of b from row j on. Rows that do not exist
+   repeat the last one. k is at least MTI_FEW_LEAST. */
+MT_INLINE void mti_few_tile(const mti_few_product *g, int m, int groups, mt_dtype type, int64_t i, int64_t j) {
+    const unsigned char *b[2 * MTI_SIMD];
+    const float *x[MTI_FEW];
+    mti_simd s[MTI_FEW], sums[MTI_FEW], zero = {0}; /* [groups, m] */
+    int64_t size = (int64_t)mt_dtype_size(type), step = MTI_FEW_STEP(type), rows = groups * MTI_SIMD, p, q, end;
+    int64_t ahead = j + 2 * rows <= g->n && rows * g->k * size <= MTI_FEW_AHEAD ? rows * g->ldb * size : 0;
+    int r, u, each = groups * m;
+    for (r = 0; r < rows; r++) b[r] = g->b + mt_min(j + r, g->n - 1) * g->ldb * size;
+    for (r = 0; r < m; r++) x[r] = g->a + mt_min(i + r, g->m - 1) * g->lda;
+    for (r = 0; r < each; r++) {
         sums[r] = zero;
-        if (g->beta != 0.0f && i + r < g->m) memcpy(&sums[r], c + r * g->ldc, width);
+        if (g->beta != 0.0f) mti_few_copy(g, i + r % m, j + r / m * MTI_SIMD, 0, &sums[r]);
     }
     for (p = 0; p < g->k; p = end) {
         float beta = p == 0 ? g->beta : 1.0f;
         end = mt_min(p + MTI_KC, g->k);
-        for (r = 0; r < m; r++) s[r] = zero;
-        for (q = p; q + step <= end; q += step) mti_few_step(m, type, b, q * size, ahead, x, q, 0, s);
-        if (q < end) mti_few_step(m, type, b, (end - step) * size, 0, x, end - step, (int)(step - (end - q)), s);
-        for (r = 0; r < m; r++) {
-            s[r] *= g->alpha;
-            if (beta != 0.0f) s[r] += beta * sums[r];
-            sums[r] = s[r];
-        }
+        for (r = 0; r < each; r++) s[r] = zero;
+        for (q = p; q + step <= end; q += step)
+            for (u = 0; u < groups; u++) mti_few_step(m, type, b + u * MTI_SIMD, q * size, ahead, x, q, 0, s + u * m);
+        for (u = 0; q < end && u < groups; u++)
+            mti_few_step(m, type, b + u * MTI_SIMD, (end - step) * size, 0, x, end - step, (int)(step - (end - q)),
+                         s + u * m);
+        for (r = 0; r < each; r++) sums[r] = mti_gemm_end(s[r], g->alpha, beta, sums[r]);
     }
-    for (r = 0; r < m; r++)
-        if (i + r < g->m) memcpy(c + r * g->ldc, &sums[r], width);
+    for (r = 0; r < each; r++) mti_few_copy(g, i + r % m, j + r / m * MTI_SIMD, 1, &sums[r]);
 }
 
+/* With one row, the sums of two groups hide each other's latency. */
 static void mti_few_tile1(const mti_few_product *g, mt_dtype type, int64_t i, int64_t j) {
-    if (type == MT_F32) mti_few_tile(g, 1, MT_F32, i, j);
-    else if (type == MT_BF16) mti_few_tile(g, 1, MT_BF16, i, j);
-    else mti_few_tile(g, 1, MT_F16, i, j);
+    if (type == MT_F32) mti_few_tile(g, 1, 2, MT_F32, i, j);
+    else if (type == MT_BF16) mti_few_tile(g, 1, 2, MT_BF16, i, j);
+    else mti_few_tile(g, 1, 2, MT_F16, i, j);
 }
 
 static void mti_few_tile4(const mti_few_product *g, mt_dtype type, int64_t i, int64_t j) {
-    if (type == MT_F32) mti_few_tile(g, MTI_FEW, MT_F32, i, j);
-    else if (type == MT_BF16) mti_few_tile(g, MTI_FEW, MT_BF16, i, j);
-    else mti_few_tile(g, MTI_FEW, MT_F16, i, j);
+    if (type == MT_F32) mti_few_tile(g, MTI_FEW, 1, MT_F32, i, j);
+    else if (type == MT_BF16) mti_few_tile(g, MTI_FEW, 1, MT_BF16, i, j);
+    else mti_few_tile(g, MTI_FEW, 1, MT_F16, i, j);
 }
 
 /* The product g. Reads b, whose elements have the type, once from memory. The bits of a row of c do not depend on m. */
 static void mti_few_rows(const mti_few_product *g, mt_dtype type) {
     int64_t i, j;
-    for (j = 0; j < g->n; j += MTI_SIMD)
+    for (j = 0; j < g->n; j += 2 * MTI_SIMD)
         for (i = 0; i < g->m; i += MTI_FEW) {
-            if (g->m - i == 1) mti_few_tile1(g, type, i, j);
-            else mti_few_tile4(g, type, i, j);
+            if (g->m - i == 1) {
+                mti_few_tile1(g, type, i, j);
+                continue;
+            }
+            mti_few_tile4(g, type, i, j);
+            if (j + MTI_SIMD < g->n) mti_few_tile4(g, type, i, j + MTI_SIMD);
         }
 }
 #else

@@ -7,8 +7,12 @@
 #include <limits.h>
 #include <math.h>
 
-#if defined(__F16C__) && defined(__GNUC__) && !defined(__CUDACC__)
+#if defined(__GNUC__) && !defined(__CUDACC__)
+#if defined(__F16C__) || defined(__FMA__) || defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 #endif
 
 #if defined(MT_USE_ONEDNN) && defined(MT_USE_CBLAS)
