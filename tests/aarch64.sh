@@ -28,13 +28,19 @@ programs="test_kernels_16bit test_gemm test_attention test_cross_attention test_
 slow_cases() {
     in_full || case $1 in
     test_golden)
-        echo test_gpt2 test_llama test_bert test_window_packed test_alibi_bias test_mask_packed test_llama_tied \
-            test_bert_post_ln test_bert_pre_ln
+        echo test_gpt2 test_gpt2_untied test_llama test_bert test_window_packed test_alibi_bias test_mask_packed \
+            test_llama_tied test_bert_post_ln test_bert_pre_ln
         ;;
-    test_attention) echo test_threads ;;
-    test_kernels) echo test_attention test_attention_dropout test_attention_layouts test_cross_entropy ;;
-    test_sample) echo test_kept_tokens_are_transformers test_texts_of_a_gpt ;;
-    test_train) echo test_gpt2_any_split test_activations test_invariant_any_split test_invariant_in_bf16 ;;
+    test_attention) echo test_threads test_threads_bias ;;
+    test_kernels)
+        echo test_attention test_attention_dropout test_attention_layouts test_cross_entropy \
+            test_cross_entropy_large_logits
+        ;;
+    test_sample) echo test_draws_of_every_split test_kept_tokens_are_transformers test_texts_of_a_gpt ;;
+    test_train)
+        echo test_gpt2_any_split test_activations test_invariant_any_split test_invariant_in_bf16 test_absurd_flags \
+            test_sampling_fits_into_the_plan test_loading_fits_into_the_plan test_stuck_rank_ends_the_process
+        ;;
     esac
 }
 
