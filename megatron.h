@@ -1373,7 +1373,9 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
     MT_TRY(mt_check_gradient(ctx, function, mlp->fc1.bias)); /* it is added with the activation */
     MT_TRY(mt_check_linear_gradients(ctx, function, &mlp->fc2));
     mark = mt_arena_mark(ctx);
-    status = MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));
+    status = mt_defer_weight_gradients(ctx);
+    if (status == MT_SUCCESS) status = MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));
+    status = mt_defer_weight_gradients_end(ctx, status);
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -2424,7 +2426,10 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
     desc = mti_attention_desc(attention, &saved->batch, 1);
     mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
     mark = mt_arena_mark(ctx);
-    status = MT_RANGE("attention backward", mti_attention_backward(ctx, attention, &desc, dy, dx, saved));
+    status = mt_defer_weight_gradients(ctx);
+    if (status == MT_SUCCESS)
+        status = MT_RANGE("attention backward", mti_attention_backward(ctx, attention, &desc, dy, dx, saved));
+    status = mt_defer_weight_gradients_end(ctx, status);
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -2862,7 +2867,10 @@ MT_API mt_status mt_cross_attention_backward(mt_context *ctx, const mt_cross_att
     MT_TRY(mti_cross_backward_check(ctx, function, attention, dy, dx, dmemory, saved));
     MT_TRY(mt_check_linear_gradients(ctx, function, &attention->proj));
     mark = mt_arena_mark(ctx);
-    status = MT_RANGE("cross-attention backward", mti_cross_backward(ctx, attention, dy, dx, dmemory, saved));
+    status = mt_defer_weight_gradients(ctx);
+    if (status == MT_SUCCESS)
+        status = MT_RANGE("cross-attention backward", mti_cross_backward(ctx, attention, dy, dx, dmemory, saved));
+    status = mt_defer_weight_gradients_end(ctx, status);
     mt_arena_release(ctx, mark);
     return status;
 }

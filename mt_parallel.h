@@ -156,8 +156,9 @@ MT_API int64_t mt_invariant_micro_batch(int data_shards, int64_t sequences);
    mt_parallel_options.no_overlap turns one kind off. The results have the same bits either way. In invariant mode and
    on other devices nothing overlaps. */
 typedef enum mt_overlap {
-    /* column-parallel backward: the input gradient is reduced while the weight gradient is computed. With sequence
-       parallelism, x is also gathered while the input gradient is computed */
+    /* column-parallel backward: the input gradient is reduced while weight gradients are computed: that of the layer
+       and, in a block without sequence parallelism, that of the row-parallel layer behind it (fc2, proj). With
+       sequence parallelism, x is also gathered while the input gradient is computed */
     MT_OVERLAP_COLUMN_BACKWARD = 1,
     /* row-parallel forward: a chunk of tokens is reduced while the next chunk is multiplied */
     MT_OVERLAP_ROW_FORWARD = 2,
@@ -1353,6 +1354,17 @@ MT_API mt_status mt_check_tokens(mt_context *ctx, const char *function, int64_t 
    MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
 MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust);
 
+/* Hide weight gradients of a block behind its reductions. Between these calls, the backward of a row-parallel layer may
+   leave its weight gradient for later. The next backward of a column-parallel layer computes it while its own dx is
+   reduced, and mt_defer_weight_gradients_end computes what is left. Until then the dy and the saved.x of the
+   row-parallel layer must stay as they are. The gradients have the same bits. Weight gradients are computed at once on
+   a CPU, with sequence parallelism, without input_is_parallel, and in invariant mode.
+   Pairs of calls may stand inside each other. status: that of the calls between; after an error nothing more is
+   computed. mt_defer_weight_gradients_end returns it, or its own error. Errors: MT_ERR_ARGUMENT (an end without a
+   begin), MT_ERR_MEMORY, and those of the products. */
+MT_API mt_status mt_defer_weight_gradients(mt_context *ctx);
+MT_API mt_status mt_defer_weight_gradients_end(mt_context *ctx, mt_status status);
+
 /* Let a block compute while a reduction of a layer is in flight. After mt_layers_hold_reduction with slot 0 or 1, two
    kinds of calls return before their reduction over the tensor group is done: the forward of row-parallel layers that
    add no bias, and the backward of column-parallel layers without add_to_dx. Slot -1 ends this for later calls.
@@ -1885,6 +1897,19 @@ typedef struct mti_guard {
     int over_tokens; /* 1 while mt_sum_over_tokens runs */
 } mti_guard;
 
+#define MTI_DEFERRED_MOST 4
+
+/* The weight gradients of row-parallel layers that wait for a reduction to hide. Others are computed at once. */
+typedef struct mti_deferred_product {
+    const mt_param *weight;
+    mt_tensor dy, x;
+} mti_deferred_product;
+
+typedef struct mti_deferred {
+    mti_deferred_product list[MTI_DEFERRED_MOST];
+    int count, depth; /* depth: calls of mt_defer_weight_gradients that have not ended */
+} mti_deferred;
+
 /* The content of the context's slot MT_SLOT_PARALLEL. */
 typedef struct mti_parallel {
     mt_parallel_options options;
@@ -1895,6 +1920,7 @@ typedef struct mti_parallel {
     int64_t micro_batch;   /* number of the backward that mt_pipeline_run runs now; 0: none */
     mt_params *registries; /* those whose parameters have memory */
     mti_guard guard;       /* invariant mode */
+    mti_deferred deferred;
 } mti_parallel;
 
 static mti_parallel *mti_parallel_of(const mt_context *ctx) {
@@ -2563,6 +2589,16 @@ static void mti_params_free(mt_context *ctx, mt_params *params) {
     params->grads = params->lookups = params->subtrees = params->room = NULL;
 }
 
+/* Forgets the weight gradients of the registry that were left for later. */
+static void mti_params_undefer(const mt_context *ctx, const mt_params *params) {
+    mti_parallel *p = mti_parallel_of(ctx);
+    mti_deferred *d = p ? &p->deferred : NULL;
+    int i, kept = 0;
+    for (i = 0; d && i < d->count; i++)
+        if (d->list[i].weight->registry != params) d->list[kept++] = d->list[i];
+    if (d) d->count = kept;
+}
+
 MT_API void mt_params_destroy(mt_params *params) {
     mt_context *ctx;
     int i;
@@ -2573,6 +2609,7 @@ MT_API void mt_params_destroy(mt_params *params) {
     mti_params_unpack(params);
     while (params->buffers) mti_params_free_buffer(params);
     if (params->placed) mti_params_forget(ctx, params);
+    mti_params_undefer(ctx, params);
     mti_params_unlist(ctx, params);
     mti_params_free(ctx, params);
     for (i = 0; i < params->count; i++) mt_host_free(params->list[i]);
@@ -4148,6 +4185,19 @@ static mt_status mti_micro_batch_check(mt_context *ctx, const char *function, co
     return MT_SUCCESS;
 }
 
+/* Refuses gradients of which a part was left for later (mt_defer_weight_gradients). */
+static mt_status mti_deferred_check(mt_context *ctx, const char *function, const mt_params *params) {
+    const mti_deferred *d = &mti_parallel_of(ctx)->deferred;
+    int i;
+    for (i = 0; i < d->count; i++)
+        if (d->list[i].weight->registry == params)
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "%s: the product for the gradient of '%s' was left for later; call "
+                           "mt_defer_weight_gradients_end at the end of the backward of its block",
+                           function, d->list[i].weight->name);
+    return MT_SUCCESS;
+}
+
 /* Refuses gradients whose last micro-batch was not accumulated, although others were. */
 static mt_status mti_accumulated_check(mt_context *ctx, const char *function, mt_params *params) {
     if (params->micro_batches == 0 || params->state != MTI_GRADIENTS_ADDED) return MT_SUCCESS;
@@ -4187,6 +4237,7 @@ static mt_status mti_gradients_expect(mt_context *ctx, const char *function, mt_
     if (params->state == MTI_GRADIENTS_SYNCHRONISED) return MT_SUCCESS;
     if (params->state == MTI_GRADIENTS_USED && only_reads) return MT_SUCCESS;
     MT_TRY(mti_gradients_open(ctx, function, params->list[0]));
+    MT_TRY(mti_deferred_check(ctx, function, params));
     MT_TRY(mti_accumulated_check(ctx, function, params));
     for (i = 0; i < params->count; i++)
         if (mti_sync_reason(params, params->list[i], why, sizeof why))
@@ -4796,6 +4847,72 @@ MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_li
 }
 
 /* ---- column- and row-parallel linear (src/parallel/linear.c) ----------------------------------------------------- */
+
+/* ---- weight gradients that wait for an all-reduce to hide (src/parallel/deferred.c) ------------------------------ */
+
+/* Computes dW += dy^T x. */
+static mt_status mti_row_weight_gradient(mt_context *ctx, const mt_param *w, mt_tensor dy, mt_tensor x) {
+    const float beta = mti_gradient_beta(w);
+    int s;
+    mti_gradient_added(w);
+    for (s = 0; s < w->shards; s++)
+        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, dy, mt_shard_cols(x, s, w->shards), beta,
+                        mti_param_shard(w, w->grad, s)));
+    mti_gradient_written(w);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_deferred_run(mt_context *ctx) {
+    mti_parallel *p = mti_parallel_of(ctx);
+    mti_deferred *d = p ? &p->deferred : NULL;
+    while (d && d->count > 0) {
+        mti_deferred_product next = d->list[0];
+        d->count--;
+        memmove(d->list, d->list + 1, (size_t)d->count * sizeof *d->list);
+        MT_TRY(mti_row_weight_gradient(ctx, next.weight, next.dy, next.x));
+    }
+    return MT_SUCCESS;
+}
+
+/* Computes dW += dy^T x of a row-parallel layer, or leaves it for later. stays: whether dy and x stay as they are until
+   mt_defer_weight_gradients_end. */
+static mt_status mti_weight_gradient_later(mt_context *ctx, int stays, const mt_param *weight, mt_tensor dy,
+                                           mt_tensor x) {
+    mti_parallel *p = mti_parallel_of(ctx);
+    mti_deferred *d = p ? &p->deferred : NULL;
+    mti_deferred_product *last;
+    if (!d || !d->depth || !stays || d->count == MTI_DEFERRED_MOST || !mt_overlap_is_planned(ctx) ||
+        mt_context_invariant(ctx))
+        return mti_row_weight_gradient(ctx, weight, dy, x);
+    last = &d->list[d->count++];
+    last->weight = weight;
+    last->dy = dy;
+    last->x = x;
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_defer_weight_gradients(mt_context *ctx) {
+    mti_parallel *p;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mti_parallel_open(ctx, &p));
+    p->deferred.depth++;
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_defer_weight_gradients_end(mt_context *ctx, mt_status status) {
+    mti_parallel *p = ctx ? mti_parallel_of(ctx) : NULL;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!p || p->deferred.depth == 0)
+        return status != MT_SUCCESS ? status
+                                    : mt_fail(ctx, MT_ERR_ARGUMENT,
+                                              "mt_defer_weight_gradients_end: call mt_defer_weight_gradients first");
+    if (status == MT_SUCCESS) status = mti_deferred_run(ctx);
+    p->deferred.count = 0;
+    p->deferred.depth--;
+    return status;
+}
+
+/* ---- column- and row-parallel linear, continued (src/parallel/linear.c) ------------------------------------------ */
 
 /* The first functions are those of authors.h that layers share. */
 
@@ -5513,7 +5630,8 @@ static mt_status mti_column_input_gradient(mt_context *ctx, const mti_layers *l,
 }
 
 /* Computes dx and adds to the parameter gradients. The gather of x (ticket 1) overlaps with the GEMMs of dx, and the
-   reduction of dx (ticket 0, or that of a slot) with the GEMMs of the weight gradients. With add_to_dx the reduction is
+   reduction of dx (ticket 0, or that of a slot) with the GEMMs of the weight gradients, also of those that were
+   deferred. With add_to_dx the reduction is
    in scratch memory, because it would otherwise also sum what dx has had before. */
 static mt_status mti_column_backward(mt_context *ctx, const mti_layers *l, const mt_tensor *dy, mt_tensor dx,
                                      mt_tensor x) {
@@ -5524,6 +5642,7 @@ static mt_status mti_column_backward(mt_context *ctx, const mti_layers *l, const
     MT_TRY(mti_overlap_begin(ctx, first->tp, sp ? MT_OVERLAP_COLUMN_BACKWARD : 0));
     MT_TRY(mt_overlap_end(ctx, 1, mt_gather_tokens(ctx, first->tp, sp, x, &all)));
     if (dx.data) MT_TRY(mti_column_input_gradient(ctx, l, dy, sum));
+    MT_TRY(mti_deferred_run(ctx));
     MT_TRY(mt_overlap_wait(ctx, 1));
     for (i = 0; i < l->count; i++) MT_TRY(mti_column_weight_gradient(ctx, &l->list[i], dy[i], all));
     if (!add) return MT_SUCCESS;
@@ -5553,18 +5672,6 @@ static mt_status mti_row_input_gradient(mt_context *ctx, const mt_parallel_linea
                         mt_shard_cols(part, s, w->shards)));
     if (add) MT_TRY(mt_add(ctx, dx, part, dx));
     mt_arena_release(ctx, mark);
-    return MT_SUCCESS;
-}
-
-/* Computes dW += dy^T x. */
-static mt_status mti_row_weight_gradient(mt_context *ctx, const mt_param *w, mt_tensor dy, mt_tensor x) {
-    const float beta = mti_gradient_beta(w);
-    int s;
-    mti_gradient_added(w);
-    for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, dy, mt_shard_cols(x, s, w->shards), beta,
-                        mti_param_shard(w, w->grad, s)));
-    mti_gradient_written(w);
     return MT_SUCCESS;
 }
 
@@ -5608,7 +5715,11 @@ static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tenso
                                           act ? mti_chunk(&c, act->h, i) : mt_none(), mti_chunk(&c, dx[k], i)));
         }
     }
-    for (k = 0; k < l->count; k++) MT_TRY(mti_row_weight_gradient(ctx, l->list[k].weight, all, saved[k].x));
+    for (k = 0; k < l->count; k++) {
+        /* gathered tokens, and an input that was cut out, are in scratch memory of this call */
+        int stays = all.data == dy.data && first->desc.input_is_parallel && mt_comm_size(first->tp) > 1;
+        MT_TRY(mti_weight_gradient_later(ctx, stays, l->list[k].weight, all, saved[k].x));
+    }
     return MT_SUCCESS;
 }
 
@@ -6782,6 +6893,7 @@ MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, cons
     params = first->registry;
     MT_TRY(mti_params_ready(ctx, params, function));
     if (!params->buckets.begun) return MT_SUCCESS;
+    MT_TRY(mti_deferred_check(ctx, function, params));
     for (i = first->index; i <= last->index; i++) {
         if (params->list[i]->final)
             return mt_fail(ctx, MT_ERR_ARGUMENT,
@@ -6844,6 +6956,7 @@ static mt_status mti_sync_check(mt_context *ctx, mt_params *params) {
     int64_t n;
     MT_TRY(mti_params_ready(ctx, params, function));
     MT_TRY(mti_gradients_open(ctx, function, params->list[0]));
+    MT_TRY(mti_deferred_check(ctx, function, params));
     MT_TRY(mti_accumulated_check(ctx, function, params));
     MT_TRY(mti_sums_check(ctx, function, params));
     n = params->micro_batches;

@@ -1,6 +1,7 @@
 /* test_cuda_launches.cu - counts the kernels and the matrix products that a layer, a GPT's loss and an optimizer step
-   start on a GPU, and how often the host waits, also in a training step of ranks that share a GPU. Each launch costs
-   the host a few microseconds. Only the engine in tests/engine/ can count them: the program does not run on a GPU. */
+   start on a GPU, in which order some of them do, and how often the host waits, also in a training step of ranks that
+   share a GPU. Each launch costs the host a few microseconds. Only the engine in tests/engine/ can count them: the
+   program does not run on a GPU. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -381,6 +382,152 @@ static void test_loss(void **state) {
     }
 }
 
+/* ---- weight gradients behind reductions -------------------------------------------------------------------------- */
+
+/* Opens rank 0 of 2 tensor ranks on the meta device. */
+static void open_half(mt_device planned, int invariant, test_rank *r) {
+    const mt_grid_desc shape = {.tp = 2};
+    mt_context_desc meta;
+    memset(&meta, 0, sizeof meta);
+    meta.device = MT_DEVICE_META;
+    meta.planned = planned;
+    meta.invariant = invariant;
+    test_paper_rank(2, 0, shape, &meta, r);
+}
+
+static mt_tensor view(mt_context *ctx, int64_t rows, int64_t cols) {
+    mt_tensor t;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_tensor(ctx, MT_F32, rows, cols, &t));
+    return t;
+}
+
+static void drop_trace(mt_context *ctx) {
+    mt_trace trace;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_context_take_trace(ctx, &trace));
+    mt_trace_free(&trace);
+}
+
+/* Takes the trace, which must have so many products. */
+static void assert_gemms(mt_context *ctx, int expected) {
+    int gemms = 0;
+    mt_trace trace;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_context_take_trace(ctx, &trace));
+    for (size_t i = 0; i < trace.count; i++) gemms += trace.entries[i].work == MT_WORK_GEMM;
+    mt_trace_free(&trace);
+    assert_int_equal(gemms, expected);
+}
+
+/* Checks that the backward of a block of 2 tensor ranks has so many products, and `behind` of them between its last
+   reduction and the wait for it. */
+static void assert_products_behind(mt_context *ctx, const char *what, int products, int behind) {
+    int gemms = 0, hidden = 0, ticket = -1, done = 0; /* of the last reduction */
+    mt_trace trace;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_context_take_trace(ctx, &trace));
+    for (size_t i = 0; i < trace.count; i++) {
+        const mt_trace_entry *e = &trace.entries[i];
+        if (e->work == MT_WORK_COMMUNICATION) hidden = done = 0;
+        if (e->work == MT_WORK_OVERLAP_END) ticket = e->ticket;
+        if (e->work == MT_WORK_OVERLAP_WAIT && e->ticket == ticket) done = 1;
+        gemms += e->work == MT_WORK_GEMM;
+        hidden += e->work == MT_WORK_GEMM && !done;
+    }
+    mt_trace_free(&trace);
+    if (gemms != products || hidden != behind)
+        fail_msg("%s: %d of %d products are behind the last reduction, expected %d of %d", what, hidden, gemms, behind,
+                 products);
+}
+
+/* On a GPU, the weight gradients of fc2 and of proj wait for the reduction of fc1's and of qkv's dx; not where they
+   cannot, and not on a CPU. */
+static void test_weight_gradients_wait_for_reductions(void **state) {
+    (void)state;
+    for (int how = 0; how < 4; how++) {
+        int sp = how == 1, gpu = how != 2, invariant = how == 3;
+        const mt_mlp_desc mlp_desc = {.hidden = 16, .sequence_parallel = sp};
+        const mt_self_attention_desc attention_desc = {.hidden = 16, .heads = 2, .sequence_parallel = sp};
+        const mt_batch batch = {.sequences = 2, .seq = 8};
+        const int at_once = sp || !gpu || invariant;
+        mt_self_attention_saved attention_saved;
+        mt_self_attention attention;
+        mt_params *params;
+        mt_mlp_saved saved;
+        mt_tensor x, y, dx;
+        mt_mlp mlp;
+        test_rank r;
+        open_half(gpu ? MT_DEVICE_CUDA : MT_DEVICE_CPU, invariant ? 2 : 0, &r);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_create(r.ctx, &r.grid, &params));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_mlp_create(r.ctx, params, "mlp", &mlp_desc, &mlp));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_self_attention_create(r.ctx, params, "attn", &attention_desc, &attention));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, params, 1));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, params));
+        x = view(r.ctx, sp ? 8 : 16, 16), y = view(r.ctx, x.rows, 16);
+        dx = view(r.ctx, x.rows, 16);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_mlp_forward(r.ctx, &mlp, x, y, &saved));
+        drop_trace(r.ctx);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_mlp_backward(r.ctx, &mlp, y, dx, &saved));
+        if (!invariant) assert_products_behind(r.ctx, "mlp", 4, at_once ? 1 : 2);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_self_attention_forward(r.ctx, &attention, &batch, x, y, &attention_saved));
+        drop_trace(r.ctx);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_self_attention_backward(r.ctx, &attention, y, dx, &attention_saved));
+        if (!invariant) assert_products_behind(r.ctx, "attention", 4, at_once ? 1 : 2);
+        mt_params_destroy(params);
+        test_paper_rank_close(&r);
+    }
+}
+
+/* What is left over is named, and an error of the calls between, or the end of the parameters, drops it. */
+static void test_weight_gradients_left_over(void **state) {
+    const mt_linear_desc desc = {.in_features = 8, .out_features = 8, .input_is_parallel = 1};
+    mt_row_parallel_linear layer;
+    mt_linear_saved saved;
+    mt_params *params;
+    mt_tensor x, y, dx;
+    test_rank r;
+    (void)state;
+    open_half(MT_DEVICE_CUDA, 0, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_create(r.ctx, &r.grid, &params));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_create(r.ctx, params, "out", &desc, &layer));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, params));
+    x = view(r.ctx, 4, 4), y = view(r.ctx, 4, 8), dx = view(r.ctx, 4, 4);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_linear_forward(r.ctx, &layer, x, y, &saved));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "call mt_defer_weight_gradients first",
+            mt_defer_weight_gradients_end(r.ctx, MT_SUCCESS));
+    assert_int_equal(mt_defer_weight_gradients_end(r.ctx, MT_ERR_SYSTEM), MT_ERR_SYSTEM);
+    assert_int_equal(mt_defer_weight_gradients(NULL), MT_ERR_ARGUMENT);
+    assert_int_equal(mt_defer_weight_gradients_end(NULL, MT_SUCCESS), MT_ERR_ARGUMENT);
+    drop_trace(r.ctx);
+    for (int products = 0; products < 3; products++) { /* pairs inside each other */
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_defer_weight_gradients(r.ctx));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_linear_backward(r.ctx, &layer, y, dx, &saved));
+    }
+    assert_gemms(r.ctx, 3); /* dx only */
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "gradient of 'out.weight' was left for later; call mt_defer_weight_gradients_end",
+            mt_sync_gradients(r.ctx, params));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_defer_weight_gradients_end(r.ctx, MT_SUCCESS));
+    assert_gemms(r.ctx, 3);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_defer_weight_gradients_end(r.ctx, MT_SUCCESS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_linear_backward(r.ctx, &layer, y, dx, &saved));
+    assert_gemms(r.ctx, 1);
+    assert_int_equal(mt_defer_weight_gradients_end(r.ctx, MT_ERR_SYSTEM), MT_ERR_SYSTEM);
+    assert_gemms(r.ctx, 0);
+    for (int i = 0; i < 9; i++) { /* more than fit */
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_defer_weight_gradients(r.ctx));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_linear_backward(r.ctx, &layer, y, dx, &saved));
+    }
+    for (int i = 0; i < 9; i++) ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_defer_weight_gradients_end(r.ctx, MT_SUCCESS));
+    assert_gemms(r.ctx, 18);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sync_gradients(r.ctx, params));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, params));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_defer_weight_gradients(r.ctx));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_linear_backward(r.ctx, &layer, y, dx, &saved));
+    mt_params_destroy(params);
+    assert_gemms(r.ctx, 1);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_defer_weight_gradients_end(r.ctx, MT_SUCCESS));
+    assert_gemms(r.ctx, 0);
+    test_paper_rank_close(&r);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_layer),
@@ -388,6 +535,8 @@ int main(void) {
         cmocka_unit_test(test_ranks_on_one_gpu_do_not_wait),
         cmocka_unit_test(test_a_step_does_not_wait),
         cmocka_unit_test(test_loss),
+        cmocka_unit_test(test_weight_gradients_wait_for_reductions),
+        cmocka_unit_test(test_weight_gradients_left_over),
     };
     setenv("MTE_DEVICES", "1", 1); /* before the engine reads it */
     mte::on_launch([](const char *name) {

@@ -1053,7 +1053,10 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
     desc = mti_attention_desc(attention, &saved->batch, 1);
     mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
     mark = mt_arena_mark(ctx);
-    status = MT_RANGE("attention backward", mti_attention_backward(ctx, attention, &desc, dy, dx, saved));
+    status = mt_defer_weight_gradients(ctx);
+    if (status == MT_SUCCESS)
+        status = MT_RANGE("attention backward", mti_attention_backward(ctx, attention, &desc, dy, dx, saved));
+    status = mt_defer_weight_gradients_end(ctx, status);
     mt_arena_release(ctx, mark);
     return status;
 }

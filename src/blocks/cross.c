@@ -369,7 +369,10 @@ MT_API mt_status mt_cross_attention_backward(mt_context *ctx, const mt_cross_att
     MT_TRY(mti_cross_backward_check(ctx, function, attention, dy, dx, dmemory, saved));
     MT_TRY(mt_check_linear_gradients(ctx, function, &attention->proj));
     mark = mt_arena_mark(ctx);
-    status = MT_RANGE("cross-attention backward", mti_cross_backward(ctx, attention, dy, dx, dmemory, saved));
+    status = mt_defer_weight_gradients(ctx);
+    if (status == MT_SUCCESS)
+        status = MT_RANGE("cross-attention backward", mti_cross_backward(ctx, attention, dy, dx, dmemory, saved));
+    status = mt_defer_weight_gradients_end(ctx, status);
     mt_arena_release(ctx, mark);
     return status;
 }

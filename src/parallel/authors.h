@@ -80,6 +80,17 @@ MT_API mt_status mt_check_tokens(mt_context *ctx, const char *function, int64_t 
    MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
 MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust);
 
+/* Hide weight gradients of a block behind its reductions. Between these calls, the backward of a row-parallel layer may
+   leave its weight gradient for later. The next backward of a column-parallel layer computes it while its own dx is
+   reduced, and mt_defer_weight_gradients_end computes what is left. Until then the dy and the saved.x of the
+   row-parallel layer must stay as they are. The gradients have the same bits. Weight gradients are computed at once on
+   a CPU, with sequence parallelism, without input_is_parallel, and in invariant mode.
+   Pairs of calls may stand inside each other. status: that of the calls between; after an error nothing more is
+   computed. mt_defer_weight_gradients_end returns it, or its own error. Errors: MT_ERR_ARGUMENT (an end without a
+   begin), MT_ERR_MEMORY, and those of the products. */
+MT_API mt_status mt_defer_weight_gradients(mt_context *ctx);
+MT_API mt_status mt_defer_weight_gradients_end(mt_context *ctx, mt_status status);
+
 /* Let a block compute while a reduction of a layer is in flight. After mt_layers_hold_reduction with slot 0 or 1, two
    kinds of calls return before their reduction over the tensor group is done: the forward of row-parallel layers that
    add no bias, and the backward of column-parallel layers without add_to_dx. Slot -1 ends this for later calls.

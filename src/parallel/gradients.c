@@ -162,6 +162,19 @@ static mt_status mti_micro_batch_check(mt_context *ctx, const char *function, co
     return MT_SUCCESS;
 }
 
+/* Refuses gradients of which a part was left for later (mt_defer_weight_gradients). */
+static mt_status mti_deferred_check(mt_context *ctx, const char *function, const mt_params *params) {
+    const mti_deferred *d = &mti_parallel_of(ctx)->deferred;
+    int i;
+    for (i = 0; i < d->count; i++)
+        if (d->list[i].weight->registry == params)
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "%s: the product for the gradient of '%s' was left for later; call "
+                           "mt_defer_weight_gradients_end at the end of the backward of its block",
+                           function, d->list[i].weight->name);
+    return MT_SUCCESS;
+}
+
 /* Refuses gradients whose last micro-batch was not accumulated, although others were. */
 static mt_status mti_accumulated_check(mt_context *ctx, const char *function, mt_params *params) {
     if (params->micro_batches == 0 || params->state != MTI_GRADIENTS_ADDED) return MT_SUCCESS;
@@ -201,6 +214,7 @@ static mt_status mti_gradients_expect(mt_context *ctx, const char *function, mt_
     if (params->state == MTI_GRADIENTS_SYNCHRONISED) return MT_SUCCESS;
     if (params->state == MTI_GRADIENTS_USED && only_reads) return MT_SUCCESS;
     MT_TRY(mti_gradients_open(ctx, function, params->list[0]));
+    MT_TRY(mti_deferred_check(ctx, function, params));
     MT_TRY(mti_accumulated_check(ctx, function, params));
     for (i = 0; i < params->count; i++)
         if (mti_sync_reason(params, params->list[i], why, sizeof why))

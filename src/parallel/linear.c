@@ -2,7 +2,7 @@
 
 #pragma once
 #include "linear.h"
-#include "gradients.c"
+#include "deferred.c"
 #include "../comm/conjugates.h"
 #include "../ops/linear.h"
 
@@ -722,7 +722,8 @@ static mt_status mti_column_input_gradient(mt_context *ctx, const mti_layers *l,
 }
 
 /* Computes dx and adds to the parameter gradients. The gather of x (ticket 1) overlaps with the GEMMs of dx, and the
-   reduction of dx (ticket 0, or that of a slot) with the GEMMs of the weight gradients. With add_to_dx the reduction is
+   reduction of dx (ticket 0, or that of a slot) with the GEMMs of the weight gradients, also of those that were
+   deferred. With add_to_dx the reduction is
    in scratch memory, because it would otherwise also sum what dx has had before. */
 static mt_status mti_column_backward(mt_context *ctx, const mti_layers *l, const mt_tensor *dy, mt_tensor dx,
                                      mt_tensor x) {
@@ -733,6 +734,7 @@ static mt_status mti_column_backward(mt_context *ctx, const mti_layers *l, const
     MT_TRY(mti_overlap_begin(ctx, first->tp, sp ? MT_OVERLAP_COLUMN_BACKWARD : 0));
     MT_TRY(mt_overlap_end(ctx, 1, mt_gather_tokens(ctx, first->tp, sp, x, &all)));
     if (dx.data) MT_TRY(mti_column_input_gradient(ctx, l, dy, sum));
+    MT_TRY(mti_deferred_run(ctx));
     MT_TRY(mt_overlap_wait(ctx, 1));
     for (i = 0; i < l->count; i++) MT_TRY(mti_column_weight_gradient(ctx, &l->list[i], dy[i], all));
     if (!add) return MT_SUCCESS;
@@ -762,18 +764,6 @@ static mt_status mti_row_input_gradient(mt_context *ctx, const mt_parallel_linea
                         mt_shard_cols(part, s, w->shards)));
     if (add) MT_TRY(mt_add(ctx, dx, part, dx));
     mt_arena_release(ctx, mark);
-    return MT_SUCCESS;
-}
-
-/* Computes dW += dy^T x. */
-static mt_status mti_row_weight_gradient(mt_context *ctx, const mt_param *w, mt_tensor dy, mt_tensor x) {
-    const float beta = mti_gradient_beta(w);
-    int s;
-    mti_gradient_added(w);
-    for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, dy, mt_shard_cols(x, s, w->shards), beta,
-                        mti_param_shard(w, w->grad, s)));
-    mti_gradient_written(w);
     return MT_SUCCESS;
 }
 
@@ -817,7 +807,11 @@ static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tenso
                                           act ? mti_chunk(&c, act->h, i) : mt_none(), mti_chunk(&c, dx[k], i)));
         }
     }
-    for (k = 0; k < l->count; k++) MT_TRY(mti_row_weight_gradient(ctx, l->list[k].weight, all, saved[k].x));
+    for (k = 0; k < l->count; k++) {
+        /* gathered tokens, and an input that was cut out, are in scratch memory of this call */
+        int stays = all.data == dy.data && first->desc.input_is_parallel && mt_comm_size(first->tp) > 1;
+        MT_TRY(mti_weight_gradient_later(ctx, stays, l->list[k].weight, all, saved[k].x));
+    }
     return MT_SUCCESS;
 }
 

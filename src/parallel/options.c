@@ -33,6 +33,19 @@ typedef struct mti_guard {
     int over_tokens; /* 1 while mt_sum_over_tokens runs */
 } mti_guard;
 
+#define MTI_DEFERRED_MOST 4
+
+/* The weight gradients of row-parallel layers that wait for a reduction to hide. Others are computed at once. */
+typedef struct mti_deferred_product {
+    const mt_param *weight;
+    mt_tensor dy, x;
+} mti_deferred_product;
+
+typedef struct mti_deferred {
+    mti_deferred_product list[MTI_DEFERRED_MOST];
+    int count, depth; /* depth: calls of mt_defer_weight_gradients that have not ended */
+} mti_deferred;
+
 /* The content of the context's slot MT_SLOT_PARALLEL. */
 typedef struct mti_parallel {
     mt_parallel_options options;
@@ -43,6 +56,7 @@ typedef struct mti_parallel {
     int64_t micro_batch;   /* number of the backward that mt_pipeline_run runs now; 0: none */
     mt_params *registries; /* those whose parameters have memory */
     mti_guard guard;       /* invariant mode */
+    mti_deferred deferred;
 } mti_parallel;
 
 static mti_parallel *mti_parallel_of(const mt_context *ctx) {

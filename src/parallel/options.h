@@ -8,8 +8,9 @@
    mt_parallel_options.no_overlap turns one kind off. The results have the same bits either way. In invariant mode and
    on other devices nothing overlaps. */
 typedef enum mt_overlap {
-    /* column-parallel backward: the input gradient is reduced while the weight gradient is computed. With sequence
-       parallelism, x is also gathered while the input gradient is computed */
+    /* column-parallel backward: the input gradient is reduced while weight gradients are computed: that of the layer
+       and, in a block without sequence parallelism, that of the row-parallel layer behind it (fc2, proj). With
+       sequence parallelism, x is also gathered while the input gradient is computed */
     MT_OVERLAP_COLUMN_BACKWARD = 1,
     /* row-parallel forward: a chunk of tokens is reduced while the next chunk is multiplied */
     MT_OVERLAP_ROW_FORWARD = 2,

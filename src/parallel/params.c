@@ -290,6 +290,16 @@ static void mti_params_free(mt_context *ctx, mt_params *params) {
     params->grads = params->lookups = params->subtrees = params->room = NULL;
 }
 
+/* Forgets the weight gradients of the registry that were left for later. */
+static void mti_params_undefer(const mt_context *ctx, const mt_params *params) {
+    mti_parallel *p = mti_parallel_of(ctx);
+    mti_deferred *d = p ? &p->deferred : NULL;
+    int i, kept = 0;
+    for (i = 0; d && i < d->count; i++)
+        if (d->list[i].weight->registry != params) d->list[kept++] = d->list[i];
+    if (d) d->count = kept;
+}
+
 MT_API void mt_params_destroy(mt_params *params) {
     mt_context *ctx;
     int i;
@@ -300,6 +310,7 @@ MT_API void mt_params_destroy(mt_params *params) {
     mti_params_unpack(params);
     while (params->buffers) mti_params_free_buffer(params);
     if (params->placed) mti_params_forget(ctx, params);
+    mti_params_undefer(ctx, params);
     mti_params_unlist(ctx, params);
     mti_params_free(ctx, params);
     for (i = 0; i < params->count; i++) mt_host_free(params->list[i]);

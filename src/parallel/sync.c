@@ -169,6 +169,7 @@ MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, cons
     params = first->registry;
     MT_TRY(mti_params_ready(ctx, params, function));
     if (!params->buckets.begun) return MT_SUCCESS;
+    MT_TRY(mti_deferred_check(ctx, function, params));
     for (i = first->index; i <= last->index; i++) {
         if (params->list[i]->final)
             return mt_fail(ctx, MT_ERR_ARGUMENT,
@@ -231,6 +232,7 @@ static mt_status mti_sync_check(mt_context *ctx, mt_params *params) {
     int64_t n;
     MT_TRY(mti_params_ready(ctx, params, function));
     MT_TRY(mti_gradients_open(ctx, function, params->list[0]));
+    MT_TRY(mti_deferred_check(ctx, function, params));
     MT_TRY(mti_accumulated_check(ctx, function, params));
     MT_TRY(mti_sums_check(ctx, function, params));
     n = params->micro_batches;
