@@ -1372,10 +1372,9 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
     MT_TRY(mt_check_linear_gradients(ctx, function, &mlp->fc1));
     MT_TRY(mt_check_gradient(ctx, function, mlp->fc1.bias)); /* it is added with the activation */
     MT_TRY(mt_check_linear_gradients(ctx, function, &mlp->fc2));
+    MT_TRY(mt_defer_weight_gradients(ctx));
     mark = mt_arena_mark(ctx);
-    status = mt_defer_weight_gradients(ctx);
-    if (status == MT_SUCCESS) status = MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));
-    status = mt_defer_weight_gradients_end(ctx, status);
+    status = mt_defer_weight_gradients_end(ctx, MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved)));
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -2425,11 +2424,10 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
     MT_TRY(mti_attention_gradients(ctx, function, attention));
     desc = mti_attention_desc(attention, &saved->batch, 1);
     mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
+    MT_TRY(mt_defer_weight_gradients(ctx));
     mark = mt_arena_mark(ctx);
-    status = mt_defer_weight_gradients(ctx);
-    if (status == MT_SUCCESS)
-        status = MT_RANGE("attention backward", mti_attention_backward(ctx, attention, &desc, dy, dx, saved));
-    status = mt_defer_weight_gradients_end(ctx, status);
+    status = mt_defer_weight_gradients_end(
+        ctx, MT_RANGE("attention backward", mti_attention_backward(ctx, attention, &desc, dy, dx, saved)));
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -2866,11 +2864,10 @@ MT_API mt_status mt_cross_attention_backward(mt_context *ctx, const mt_cross_att
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, attention ? "saved" : "attention");
     MT_TRY(mti_cross_backward_check(ctx, function, attention, dy, dx, dmemory, saved));
     MT_TRY(mt_check_linear_gradients(ctx, function, &attention->proj));
+    MT_TRY(mt_defer_weight_gradients(ctx));
     mark = mt_arena_mark(ctx);
-    status = mt_defer_weight_gradients(ctx);
-    if (status == MT_SUCCESS)
-        status = MT_RANGE("cross-attention backward", mti_cross_backward(ctx, attention, dy, dx, dmemory, saved));
-    status = mt_defer_weight_gradients_end(ctx, status);
+    status = mt_defer_weight_gradients_end(
+        ctx, MT_RANGE("cross-attention backward", mti_cross_backward(ctx, attention, dy, dx, dmemory, saved)));
     mt_arena_release(ctx, mark);
     return status;
 }

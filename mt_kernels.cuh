@@ -3023,10 +3023,10 @@ MT_INLINE void mti_few_step(int m, mt_dtype type, const unsigned char *const *b,
 
 /* Copies MTI_SIMD elements of row i of c from column j on to *s, or *s to them. Leaves out what c does not have. */
 MT_INLINE void mti_few_copy(const mti_few_product *g, int64_t i, int64_t j, int writes, mti_simd *s) {
-    float *c = g->c + i * g->ldc + j;
-    size_t size = (size_t)mt_min(MTI_SIMD, g->n - j) * sizeof *c;
+    size_t size = (size_t)mt_min(MTI_SIMD, g->n - j) * sizeof *g->c;
     if (i >= g->m || j >= g->n) return;
-    memcpy(writes ? (void *)c : s, writes ? s : (void *)c, size);
+    if (writes) memcpy(g->c + i * g->ldc + j, s, size);
+    else memcpy(s, g->c + i * g->ldc + j, size);
 }
 
 /* Computes c for m rows of a from row i on, and `groups` times MTI_SIMD rows of b from row j on. Rows that do not exist

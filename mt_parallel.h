@@ -4862,14 +4862,14 @@ static mt_status mti_row_weight_gradient(mt_context *ctx, const mt_param *w, mt_
     return MT_SUCCESS;
 }
 
+/* Computes the weight gradients that were left for later. */
 static mt_status mti_deferred_run(mt_context *ctx) {
     mti_parallel *p = mti_parallel_of(ctx);
-    mti_deferred *d = p ? &p->deferred : NULL;
-    while (d && d->count > 0) {
-        mti_deferred_product next = d->list[0];
-        d->count--;
-        memmove(d->list, d->list + 1, (size_t)d->count * sizeof *d->list);
-        MT_TRY(mti_row_weight_gradient(ctx, next.weight, next.dy, next.x));
+    int count = p ? p->deferred.count : 0, i;
+    if (p) p->deferred.count = 0;
+    for (i = 0; i < count; i++) {
+        const mti_deferred_product *d = &p->deferred.list[i];
+        MT_TRY(mti_row_weight_gradient(ctx, d->weight, d->dy, d->x));
     }
     return MT_SUCCESS;
 }
@@ -5700,7 +5700,7 @@ static mt_status mti_row_bias_gradients(mt_context *ctx, const mti_layers *l, mt
 static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tensor dy, const mt_tensor *dx, int may_add,
                                   const mt_linear_saved *saved, const mti_activation_before *act) {
     const mt_parallel_linear *first = l->list;
-    int sp = first->desc.sequence_parallel, i, k;
+    int sp = first->desc.sequence_parallel, stays, i, k;
     mti_chunks c = mti_chunks_of(ctx, first->tp, sp, sp, dy.rows);
     mt_tensor all;
     MT_TRY(mti_gather_chunks(ctx, first->tp, sp, &c, dy, &all));
@@ -5715,11 +5715,9 @@ static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tenso
                                           act ? mti_chunk(&c, act->h, i) : mt_none(), mti_chunk(&c, dx[k], i)));
         }
     }
-    for (k = 0; k < l->count; k++) {
-        /* gathered tokens, and an input that was cut out, are in scratch memory of this call */
-        int stays = all.data == dy.data && first->desc.input_is_parallel && mt_comm_size(first->tp) > 1;
-        MT_TRY(mti_weight_gradient_later(ctx, stays, l->list[k].weight, all, saved[k].x));
-    }
+    /* gathered tokens, and an input that was cut out, are in scratch memory of this call */
+    stays = all.data == dy.data && first->desc.input_is_parallel && mt_comm_size(first->tp) > 1;
+    for (k = 0; k < l->count; k++) MT_TRY(mti_weight_gradient_later(ctx, stays, l->list[k].weight, all, saved[k].x));
     return MT_SUCCESS;
 }
 

@@ -1052,11 +1052,10 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
     MT_TRY(mti_attention_gradients(ctx, function, attention));
     desc = mti_attention_desc(attention, &saved->batch, 1);
     mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
+    MT_TRY(mt_defer_weight_gradients(ctx));
     mark = mt_arena_mark(ctx);
-    status = mt_defer_weight_gradients(ctx);
-    if (status == MT_SUCCESS)
-        status = MT_RANGE("attention backward", mti_attention_backward(ctx, attention, &desc, dy, dx, saved));
-    status = mt_defer_weight_gradients_end(ctx, status);
+    status = mt_defer_weight_gradients_end(
+        ctx, MT_RANGE("attention backward", mti_attention_backward(ctx, attention, &desc, dy, dx, saved)));
     mt_arena_release(ctx, mark);
     return status;
 }

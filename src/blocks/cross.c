@@ -368,11 +368,10 @@ MT_API mt_status mt_cross_attention_backward(mt_context *ctx, const mt_cross_att
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, attention ? "saved" : "attention");
     MT_TRY(mti_cross_backward_check(ctx, function, attention, dy, dx, dmemory, saved));
     MT_TRY(mt_check_linear_gradients(ctx, function, &attention->proj));
+    MT_TRY(mt_defer_weight_gradients(ctx));
     mark = mt_arena_mark(ctx);
-    status = mt_defer_weight_gradients(ctx);
-    if (status == MT_SUCCESS)
-        status = MT_RANGE("cross-attention backward", mti_cross_backward(ctx, attention, dy, dx, dmemory, saved));
-    status = mt_defer_weight_gradients_end(ctx, status);
+    status = mt_defer_weight_gradients_end(
+        ctx, MT_RANGE("cross-attention backward", mti_cross_backward(ctx, attention, dy, dx, dmemory, saved)));
     mt_arena_release(ctx, mark);
     return status;
 }

@@ -243,10 +243,9 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
     MT_TRY(mt_check_linear_gradients(ctx, function, &mlp->fc1));
     MT_TRY(mt_check_gradient(ctx, function, mlp->fc1.bias)); /* it is added with the activation */
     MT_TRY(mt_check_linear_gradients(ctx, function, &mlp->fc2));
+    MT_TRY(mt_defer_weight_gradients(ctx));
     mark = mt_arena_mark(ctx);
-    status = mt_defer_weight_gradients(ctx);
-    if (status == MT_SUCCESS) status = MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));
-    status = mt_defer_weight_gradients_end(ctx, status);
+    status = mt_defer_weight_gradients_end(ctx, MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved)));
     mt_arena_release(ctx, mark);
     return status;
 }

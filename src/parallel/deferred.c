@@ -16,14 +16,14 @@ static mt_status mti_row_weight_gradient(mt_context *ctx, const mt_param *w, mt_
     return MT_SUCCESS;
 }
 
+/* Computes the weight gradients that were left for later. */
 static mt_status mti_deferred_run(mt_context *ctx) {
     mti_parallel *p = mti_parallel_of(ctx);
-    mti_deferred *d = p ? &p->deferred : NULL;
-    while (d && d->count > 0) {
-        mti_deferred_product next = d->list[0];
-        d->count--;
-        memmove(d->list, d->list + 1, (size_t)d->count * sizeof *d->list);
-        MT_TRY(mti_row_weight_gradient(ctx, next.weight, next.dy, next.x));
+    int count = p ? p->deferred.count : 0, i;
+    if (p) p->deferred.count = 0;
+    for (i = 0; i < count; i++) {
+        const mti_deferred_product *d = &p->deferred.list[i];
+        MT_TRY(mti_row_weight_gradient(ctx, d->weight, d->dy, d->x));
     }
     return MT_SUCCESS;
 }

@@ -792,7 +792,7 @@ static mt_status mti_row_bias_gradients(mt_context *ctx, const mti_layers *l, mt
 static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tensor dy, const mt_tensor *dx, int may_add,
                                   const mt_linear_saved *saved, const mti_activation_before *act) {
     const mt_parallel_linear *first = l->list;
-    int sp = first->desc.sequence_parallel, i, k;
+    int sp = first->desc.sequence_parallel, stays, i, k;
     mti_chunks c = mti_chunks_of(ctx, first->tp, sp, sp, dy.rows);
     mt_tensor all;
     MT_TRY(mti_gather_chunks(ctx, first->tp, sp, &c, dy, &all));
@@ -807,11 +807,9 @@ static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tenso
                                           act ? mti_chunk(&c, act->h, i) : mt_none(), mti_chunk(&c, dx[k], i)));
         }
     }
-    for (k = 0; k < l->count; k++) {
-        /* gathered tokens, and an input that was cut out, are in scratch memory of this call */
-        int stays = all.data == dy.data && first->desc.input_is_parallel && mt_comm_size(first->tp) > 1;
-        MT_TRY(mti_weight_gradient_later(ctx, stays, l->list[k].weight, all, saved[k].x));
-    }
+    /* gathered tokens, and an input that was cut out, are in scratch memory of this call */
+    stays = all.data == dy.data && first->desc.input_is_parallel && mt_comm_size(first->tp) > 1;
+    for (k = 0; k < l->count; k++) MT_TRY(mti_weight_gradient_later(ctx, stays, l->list[k].weight, all, saved[k].x));
     return MT_SUCCESS;
 }
 
