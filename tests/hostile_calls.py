@@ -21,7 +21,8 @@ FILLED = re.compile(r"mt_(\w+_saved|grid|param|parallel_linear|norm_layer|mlp|"
 LISTS = {"mt_setting", "mt_arena_request", "mt_action", "mt_operand", "mt_arg", "mt_adamw_tensor", "mt_square_tensor",
          "mt_tensor", "mt_field"}
 # Return the status that they get.
-PASSED = {"mt_fail", "mt_comm_fail", "mt_check_resume", "mt_check_view_end", "mt_overlap_end", "mt_create_end"}
+PASSED = {"mt_fail", "mt_comm_fail", "mt_check_resume", "mt_check_view_end", "mt_overlap_end", "mt_create_end",
+          "mt_defer_weight_gradients_end"}
 # Arguments of one function that are no others of their type: the slot of the program, and an array with a count.
 OWN_KINDS = {("mt_context_slot_create", "slot"): "slot", ("mt_comm_create_local", "comms"): "outs"}
 # Free or end what is passed, which must be the library's: they get no object twice.
