@@ -1987,9 +1987,20 @@ MT_API mt_status mt_cuda_enter(mt_context *ctx) {
     return MT_SUCCESS;
 }
 
-/* For ranks that are threads, before the first of them uses CUDA. By default CUDA loads a kernel in its first launch,
-   and may then wait for all kernels that run, on any GPU of the process: for a collective that waits for this rank. */
-static void mti_cuda_load_eagerly(void) { setenv("CUDA_MODULE_LOADING", "EAGER", 0); }
+#if MTI_NCCL
+#define MTI_NVLS "NCCL_NVLS_ENABLE" /* 0: off. 2: NCCL decides, as where it is not set */
+#endif
+
+/* Sets the environment for ranks that are threads, before the first of them uses CUDA. By default CUDA loads a kernel
+   in its first launch, and may then wait for all kernels that run, on any GPU of the process: for a collective that
+   waits for this rank. A new variable moves the environment while other threads may read it, so mti_nccl_fix_order,
+   which runs in the threads, must find its variable. */
+static void mti_cuda_before_ranks(void) {
+    setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+#if MTI_NCCL
+    setenv(MTI_NVLS, "2", 0);
+#endif
+}
 
 static int mti_cuda_count(void) {
     int devices = 0;
@@ -2288,7 +2299,7 @@ static void mti_cuda_give(mt_context *ctx, void *memory, size_t bytes) { (void)c
 static void mti_cuda_free_parked(mt_context *ctx) { (void)ctx; }
 static int mti_nccl_may_share(void) { return 0; }
 static int mti_cuda_count(void) { return 0; }
-static void mti_cuda_load_eagerly(void) {}
+static void mti_cuda_before_ranks(void) {}
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     return (void)ctx, (void)desc, MT_ERR_UNSUPPORTED;
 }
@@ -7775,8 +7786,6 @@ static void mti_nccl_launched(mt_context *ctx) {
 
 /* -- the order of sums -- */
 
-#define MTI_NVLS "NCCL_NVLS_ENABLE"
-
 static int mti_nccl_is_deterministic(const mt_context *ctx) {
     return ctx->nccl_options.deterministic || ctx->invariant;
 }
@@ -7787,6 +7796,7 @@ static int mti_nccl_is_deterministic(const mt_context *ctx) {
 static mt_status mti_nccl_fix_order(mt_context *ctx, const char *function) {
     const char *nvls = getenv(MTI_NVLS);
     int shares = mti_nccl_may_share();
+    if (nvls && strcmp(nvls, "2") == 0) nvls = NULL;
     if ((!mti_nccl_is_deterministic(ctx) && !shares) || (nvls && strcmp(nvls, "0") == 0)) return MT_SUCCESS;
     if (nvls && !ctx->nccl_options.deterministic && !shares) return MT_SUCCESS;
     if (nvls)
@@ -7794,7 +7804,7 @@ static mt_status mti_nccl_fix_order(mt_context *ctx, const char *function) {
                        ctx->nccl_options.deterministic ? "mt_context_desc.nccl.deterministic needs 0: sums of NVLS may "
                                                          "differ from run to run"
                                                        : "NCCL_MULTI_RANK_GPU_ENABLE needs 0");
-    if (setenv(MTI_NVLS, "0", 0) == 0) return MT_SUCCESS;
+    if (setenv(MTI_NVLS, "0", 1) == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_SYSTEM, "%s: cannot set " MTI_NVLS " to 0 in the environment: %s", function,
                    strerror(errno));
 }
@@ -11372,7 +11382,7 @@ MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_mai
     mt_status status;
     if (d.ranks == 0) d.ranks = 1;
     MT_TRY(mti_launch_check(&d, rank_main));
-    if (d.ranks > 1) mti_cuda_load_eagerly();
+    if (d.ranks > 1) mti_cuda_before_ranks();
     if (d.ranks > 1) before = mti_hold(); /* the ranks' threads use the stack of this one */
     status = mti_launch_all(&d, rank_main, user);
     if (d.ranks > 1) mti_release(before);

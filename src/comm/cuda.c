@@ -155,9 +155,20 @@ MT_API mt_status mt_cuda_enter(mt_context *ctx) {
     return MT_SUCCESS;
 }
 
-/* For ranks that are threads, before the first of them uses CUDA. By default CUDA loads a kernel in its first launch,
-   and may then wait for all kernels that run, on any GPU of the process: for a collective that waits for this rank. */
-static void mti_cuda_load_eagerly(void) { setenv("CUDA_MODULE_LOADING", "EAGER", 0); }
+#if MTI_NCCL
+#define MTI_NVLS "NCCL_NVLS_ENABLE" /* 0: off. 2: NCCL decides, as where it is not set */
+#endif
+
+/* Sets the environment for ranks that are threads, before the first of them uses CUDA. By default CUDA loads a kernel
+   in its first launch, and may then wait for all kernels that run, on any GPU of the process: for a collective that
+   waits for this rank. A new variable moves the environment while other threads may read it, so mti_nccl_fix_order,
+   which runs in the threads, must find its variable. */
+static void mti_cuda_before_ranks(void) {
+    setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+#if MTI_NCCL
+    setenv(MTI_NVLS, "2", 0);
+#endif
+}
 
 static int mti_cuda_count(void) {
     int devices = 0;
@@ -456,7 +467,7 @@ static void mti_cuda_give(mt_context *ctx, void *memory, size_t bytes) { (void)c
 static void mti_cuda_free_parked(mt_context *ctx) { (void)ctx; }
 static int mti_nccl_may_share(void) { return 0; }
 static int mti_cuda_count(void) { return 0; }
-static void mti_cuda_load_eagerly(void) {}
+static void mti_cuda_before_ranks(void) {}
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     return (void)ctx, (void)desc, MT_ERR_UNSUPPORTED;
 }

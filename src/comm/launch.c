@@ -278,7 +278,7 @@ MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_mai
     mt_status status;
     if (d.ranks == 0) d.ranks = 1;
     MT_TRY(mti_launch_check(&d, rank_main));
-    if (d.ranks > 1) mti_cuda_load_eagerly();
+    if (d.ranks > 1) mti_cuda_before_ranks();
     if (d.ranks > 1) before = mti_hold(); /* the ranks' threads use the stack of this one */
     status = mti_launch_all(&d, rank_main, user);
     if (d.ranks > 1) mti_release(before);

@@ -275,8 +275,6 @@ static void mti_nccl_launched(mt_context *ctx) {
 
 /* -- the order of sums -- */
 
-#define MTI_NVLS "NCCL_NVLS_ENABLE"
-
 static int mti_nccl_is_deterministic(const mt_context *ctx) {
     return ctx->nccl_options.deterministic || ctx->invariant;
 }
@@ -287,6 +285,7 @@ static int mti_nccl_is_deterministic(const mt_context *ctx) {
 static mt_status mti_nccl_fix_order(mt_context *ctx, const char *function) {
     const char *nvls = getenv(MTI_NVLS);
     int shares = mti_nccl_may_share();
+    if (nvls && strcmp(nvls, "2") == 0) nvls = NULL;
     if ((!mti_nccl_is_deterministic(ctx) && !shares) || (nvls && strcmp(nvls, "0") == 0)) return MT_SUCCESS;
     if (nvls && !ctx->nccl_options.deterministic && !shares) return MT_SUCCESS;
     if (nvls)
@@ -294,7 +293,7 @@ static mt_status mti_nccl_fix_order(mt_context *ctx, const char *function) {
                        ctx->nccl_options.deterministic ? "mt_context_desc.nccl.deterministic needs 0: sums of NVLS may "
                                                          "differ from run to run"
                                                        : "NCCL_MULTI_RANK_GPU_ENABLE needs 0");
-    if (setenv(MTI_NVLS, "0", 0) == 0) return MT_SUCCESS;
+    if (setenv(MTI_NVLS, "0", 1) == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_SYSTEM, "%s: cannot set " MTI_NVLS " to 0 in the environment: %s", function,
                    strerror(errno));
 }
