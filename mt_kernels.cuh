@@ -407,8 +407,8 @@ typedef struct mt_attention_desc {
    Scratch memory grows linearly with seq. On GPUs from sm_80 on, bf16 and f16 with a head_dim that is a multiple of 8
    use tensor cores, at the cost of the next of 64, 96, 128, 192 and 256, if nvcc compiled the program for such a GPU
    (-arch=native). They skip tiles of keys that no query of a block sees, so a window or short documents make them
-   faster. Other calls use a slower kernel without tensor cores, also those with a kv_seq other than seq, or with
-   alibi_slopes or bias: see docs/gpus.md, also for MT_USE_CUDNN, with which cuDNN computes forward where it can.
+   faster. Other calls use a slower kernel without tensor cores, also those with a bias: see docs/gpus.md, also for
+   MT_USE_CUDNN, with which cuDNN computes forward where it can.
    On a CPU the threads of the context share the work (mt_context_desc.threads), each with scratch memory of its own.
    The bits do not depend on their number. In forward a thread gets some blocks of 96 queries of a head, in backward
    some groups of a sequence. One thread computes the groups that add to the same elements of dbias.
@@ -10221,7 +10221,8 @@ struct mti_cached {
    HeadDim of a kernel is a multiple of 32, and the features of a head may be fewer: a multiple of 8. Tiles have zeros
    in the columns behind them, which add nothing to a product, and of the results only the features are stored.
 
-   The kernels with SPANS = true also have a window, packed documents and a soft cap. Their blocks begin by computing
+   The kernels with SPANS = true also have a window, packed documents, a soft cap, ALiBi, and a kv_seq that is not seq.
+   Their blocks begin by computing
    the span [first, end) of each of their rows, the keys that a query sees or the queries that see a key, and keep the
    spans in shared memory. A block goes over the tiles from the first one that any of its rows sees to the last one. In
    each step a warp votes whether any of its rows sees any column of the tile, otherwise it skips the tile, and whether
@@ -10268,6 +10269,7 @@ struct mti_flash {
     float *lse, *delta;
     int64_t pitch;     /* seq, rounded up to whole blocks */
     float cap;         /* with a soft cap c: p.scale / c, and scale is c / ln 2; see mti_flash_cap. 0: none */
+    float alibi;       /* with ALiBi: -1 / p.scale; 0: none */
     unsigned sections; /* of a sequence, see mti_flash_place */
     /* The forward kernel with CACHED only, where p.k and p.v are those of mt_kv_cache. */
     mti_cached cached;
@@ -10291,8 +10293,14 @@ struct mti_flash {
     __device__ const uint16_t *in(const mti_view &v, int64_t b, int64_t col) const {
         return (const uint16_t *)v.data + b * p.s.seq * v.ld + col;
     }
+    __device__ const uint16_t *keys_in(int64_t b, int64_t col) const {
+        return (const uint16_t *)p.k.data + b * p.s.kv_seq * p.k.ld + col;
+    }
     __device__ uint16_t *out(const mti_view &v, int64_t b, int64_t row, int64_t col) const {
         return (uint16_t *)v.data + (b * p.s.seq + row) * v.ld + col;
+    }
+    __device__ uint16_t *keys_out(int64_t b, int64_t row, int64_t col) const {
+        return (uint16_t *)p.dk.data + (b * p.s.kv_seq + row) * p.dk.ld + col;
     }
     __device__ const uint16_t *cached_keys(int64_t b, int64_t head) const {
         return (const uint16_t *)p.k.data +
@@ -10303,12 +10311,14 @@ struct mti_flash {
         all.first = cached.first((int)all.end);
         return all;
     }
+    /* the position of query 0 of a sequence among its keys */
+    __device__ int position(int64_t b) const { return (int)(cached.lengths ? cached.held(b) : p.s.kv_seq - p.s.seq); }
     __device__ int64_t stat(int64_t b, int64_t head) const {
         return (b * p.s.groups * p.s.heads_per_group + head) * pitch;
     }
     /* the element number of a probability */
     __device__ uint64_t element(int64_t b, int64_t head, int query, int key) const {
-        return (mti_element_of(p.drop.at, b, head) * (uint64_t)p.s.seq + (uint64_t)query) * (uint64_t)p.s.seq +
+        return (mti_element_of(p.drop.at, b, head) * (uint64_t)p.s.seq + (uint64_t)query) * (uint64_t)p.s.kv_seq +
                (uint64_t)key;
     }
 };
@@ -10351,7 +10361,7 @@ struct alignas(8) mti_flash_span {
    get the span of its last row, so that they do not make every tile one that must be masked. They are not stored. */
 template <bool KEYS, int Rows, bool CACHED>
 static __device__ __forceinline__ void mti_flash_find_spans(const mti_flash &f, mti_flash_span *spans, int first) {
-    int64_t row = min((int64_t)first + threadIdx.x, f.p.s.seq - 1), b = f.place().sequence;
+    int64_t row = min((int64_t)first + threadIdx.x, (KEYS ? f.p.s.seq : f.p.s.kv_seq) - 1), b = f.place().sequence;
     if (threadIdx.x >= Rows) return;
     mti_span all = CACHED ? f.cached_span(b, row) : KEYS ? f.p.keys(b, row) : f.p.queries(b, row);
     bool none = all.end <= all.first;
@@ -10447,6 +10457,21 @@ static __device__ __forceinline__ void mti_flash_mask_spans(float (&s)[RowTiles]
     }
 }
 
+/* Adds ALiBi to the scores of a tile, in units of f.scale. `apart` is the position of the first row of the warp, minus
+   that of the first column. The distance of two tokens is the same, whether queries or keys are in rows. */
+template <int RowTiles, int N8>
+static __device__ __forceinline__ void mti_flash_add_alibi(const mti_flash &f, float (&s)[RowTiles][N8][4],
+                                                           int64_t head, int apart) {
+    int lane = (int)threadIdx.x & 31;
+    float slope = f.alibi * f.p.s.alibi_slopes[head], from = (float)(apart + lane / 4 - lane % 4 * 2);
+    MT_DEVICE_UNROLL
+    for (int i = 0; i < RowTiles * N8 * 4; i++) {
+        int r = i % (RowTiles * 2), j = i / (RowTiles * 2);
+        float *element = &s[r / 2][j / 2][r % 2 * 2 + j % 2];
+        *element = fmaf(slope, fabsf(from + (float)(r * 8 - j / 2 * 8 - j % 2)), *element);
+    }
+}
+
 template <int RowTiles, int N8>
 static __device__ __forceinline__ void mti_flash_cap_and_mask(const mti_flash &f, float (&s)[RowTiles][N8][4],
                                                               const mti_flash_span *spans, int at) {
@@ -10512,7 +10537,7 @@ static __device__ __forceinline__ uint32_t mti_flash_kept_columns(const mti_flas
         uint64_t e = f.element(f.place().sequence, head, query + lane % 8, key + m * 16 + lane / 8 * 4);
         uint32_t mine = 0;
         MT_DEVICE_NO_UNROLL
-        for (int n = 0; n < N8; n++) mine |= mti_kept(f.p.drop, e + (uint64_t)(n * 8 * f.p.s.seq)) << (n * 4);
+        for (int n = 0; n < N8; n++) mine |= mti_kept(f.p.drop, e + (uint64_t)(n * 8 * f.p.s.kv_seq)) << (n * 4);
         MT_DEVICE_UNROLL
         for (int i = 0; i < 4; i++) {
             int from = (lane / 16 + i / 2 * 2) * 8 + lane % 4 * 2 + i % 2;
@@ -10670,7 +10695,7 @@ static __global__ void __launch_bounds__(mti_flash_threads<HeadDim>(), mti_flash
     int first = ((int)gridDim.y - 1 - (int)blockIdx.y) * MTI_FLASH_ROWS; /* blocks with the most keys start first */
     int warp = (int)threadIdx.x / 32 * RowTiles * 16, row = first + warp;
     int begin = 0, keys = SPANS ? 0 : f.keys(b, first);
-    const uint16_t *k = CACHED ? f.cached_keys(b, head) : f.in(f.p.k, b, f.p.k_col(head));
+    const uint16_t *k = CACHED ? f.cached_keys(b, head) : f.keys_in(b, f.p.k_col(head));
     uint16_t *own = q + warp * HeadDim, *tiles = q + MTI_FLASH_ROWS * HeadDim;
     mti_flash_span *spans = (mti_flash_span *)(tiles + 3 * Tile), *own_spans = spans + warp;
     int now = 0; /* k is at tiles + now, v in the next of the three tiles */
@@ -10678,8 +10703,8 @@ static __global__ void __launch_bounds__(mti_flash_threads<HeadDim>(), mti_flash
     uint32_t x[HeadDim / 16][RowTiles][4], p[Step / 16][RowTiles][4] = {}, kept[RowTiles];
     for (int i = 0; i < RowTiles * 2; i++) top[i / 2][i % 2] = -INFINITY;
     mti_tile_zero(acc);
-    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, Threads>(q, f.in(f.p.q, b, f.p.q_col(head)), CACHED ? f.p.q.ld : f.p.k.ld,
-                                                     f.dim(), first, (int)f.p.s.seq);
+    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, Threads>(q, f.in(f.p.q, b, f.p.q_col(head)), f.p.q.ld, f.dim(), first,
+                                                     (int)f.p.s.seq);
     if (SPANS) mti_flash_begin_spans<true, Step, MTI_FLASH_ROWS, CACHED>(f, spans, first, &begin, &keys);
     mti_tile_fetch<Step, HeadDim, Threads>(tiles, k, ld, f.dim(), begin, keys);
     mti_cp_async_commit();
@@ -10700,6 +10725,10 @@ static __global__ void __launch_bounds__(mti_flash_threads<HeadDim>(), mti_flash
         mti_cp_async_commit();
         if (seen) {
             mti_tile_scores<HeadDim, BF16, Held>(s, x, own, k_tile);
+            if (SPANS && f.alibi != 0.0f) {
+                mti_flash_place place = f.place_again();
+                mti_flash_add_alibi(f, s, place.head, f.position(place.sequence) + first + mti_flash_again(warp) - key);
+            }
             if (SPANS) mti_flash_cap_and_mask(f, s, own_spans, key);
             else if (!f.sees(row, key + Step - 1, keys)) mti_flash_mask_rows(f, s, keys, row, key);
             mti_flash_softmax<SPANS>(f.scale, s, acc, top, sum);
@@ -10798,7 +10827,7 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f
     int first = ((int)gridDim.y - 1 - (int)blockIdx.y) * Rows;
     int warp = (int)threadIdx.x / 32 * RowTiles * 16, row = first + warp, i = (int)threadIdx.x;
     int begin = 0, keys = SPANS ? 0 : f.keys(b, first);
-    const uint16_t *k = f.in(f.p.k, b, f.p.k_col(head));
+    const uint16_t *k = f.keys_in(b, f.p.k_col(head));
     uint16_t *dout = q + Rows * HeadDim, *pairs = dout + Rows * HeadDim;
     float *lse = (float *)(pairs + 4 * Step * HeadDim), *delta = lse + Rows;
     mti_flash_span *spans = (mti_flash_span *)(delta + Rows);
@@ -10806,7 +10835,7 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f
     float s[RowTiles][Step / 8][4], dp[RowTiles][Step / 8][4], dq[RowTiles][HeadDim / 8][4];
     uint32_t x[HeadDim / 16][RowTiles][4], y[HeadDim / 16][RowTiles][4], ds[Step / 16][RowTiles][4], kept[RowTiles];
     mti_tile_zero(dq);
-    mti_tile_fetch<Rows, HeadDim, 128>(q, f.in(f.p.q, b, f.p.q_col(head)), f.p.k.ld, f.dim(), first, (int)seq);
+    mti_tile_fetch<Rows, HeadDim, 128>(q, f.in(f.p.q, b, f.p.q_col(head)), f.p.q.ld, f.dim(), first, (int)seq);
     mti_tile_fetch<Rows, HeadDim, 128>(dout, f.in(f.p.dout, b, head * f.p.s.head_dim), f.p.dout.ld, f.dim(), first,
                                        (int)seq);
     if (i < Rows / 2) /* 16 bytes of lse or delta */
@@ -10832,6 +10861,8 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f
                 mti_flash_drop(dp, kept);
             }
             mti_tile_scores<HeadDim, BF16, Held>(s, x, q + warp * HeadDim, pairs + now);
+            if (SPANS && f.alibi != 0.0f)
+                mti_flash_add_alibi(f, s, head, f.position(b) + first + mti_flash_again(warp) - key);
             if (SPANS) mti_flash_cap_and_mask(f, s, spans + (DROP ? warp : mti_flash_again(warp)), key);
             else if (!f.sees(row, key + Step - 1, keys)) mti_flash_mask_rows(f, s, keys, row, key);
             if (SPANS && f.cap != 0.0f) mti_flash_score_grads<true>(f, s, dp, lse + warp, delta + warp);
@@ -10879,7 +10910,7 @@ static __device__ __forceinline__ void mti_flash_fetch_queries(const mti_flash &
     constexpr int Step = mti_flash_dkv_queries<HeadDim>(), Threads = mti_flash_dkv_threads<HeadDim>();
     int64_t b = f.place().sequence;
     int seq = (int)f.p.s.seq, i = (int)threadIdx.x;
-    mti_tile_fetch<Step, HeadDim, Threads>(set, f.in(f.p.q, b, f.p.q_col(head)), f.p.k.ld, f.dim(), query, seq);
+    mti_tile_fetch<Step, HeadDim, Threads>(set, f.in(f.p.q, b, f.p.q_col(head)), f.p.q.ld, f.dim(), query, seq);
     mti_tile_fetch<Step, HeadDim, Threads>(set + Step * HeadDim, f.in(f.p.dout, b, head * f.p.s.head_dim), f.p.dout.ld,
                                            f.dim(), query, seq);
     if (i < Step / 2) {
@@ -10936,6 +10967,7 @@ static __device__ __forceinline__ void mti_flash_dkv_add(const mti_flash &f, mti
     mti_tile_scores<HeadDim, BF16, Held>(s, own.held_k, own.k, q);
     if (Split && own.values) mti_tile_zero(dp);
     else mti_tile_scores<HeadDim, BF16, Held>(dp, own.held_v, own.v, dout);
+    if (SPANS && f.alibi != 0.0f) mti_flash_add_alibi(f, s, mti_flash_again(head), row - query - f.position(0));
     if (SPANS) mti_flash_cap_and_mask(f, s, own.spans, query);
     else if (!f.sees(query, row + RowTiles * 16 - 1, length)) mti_flash_mask_columns(f, s, length, row, query);
     if (SPANS && f.cap != 0.0f) mti_flash_pairs<DROP, true>(f, s, dp, lse, delta, kept);
@@ -10985,8 +11017,8 @@ static __global__ void __launch_bounds__(mti_flash_dkv_threads<HeadDim>(), mti_f
     own.k = k + warp * HeadDim, own.v = v + warp * HeadDim, own.spans = spans + warp;
     own.values = (int)threadIdx.x / 32 * Own >= Rows;
     for (int i = 0; i < (Split ? 1 : 2); i++) mti_tile_zero(own.sums[i]);
-    mti_tile_fetch<Rows, HeadDim, Threads>(k, f.in(f.p.k, b, k_col), ld, f.dim(), first, length);
-    mti_tile_fetch<Rows, HeadDim, Threads>(v, f.in(f.p.k, b, k_col + f.p.value), ld, f.dim(), first, length);
+    mti_tile_fetch<Rows, HeadDim, Threads>(k, f.keys_in(b, k_col), ld, f.dim(), first, length);
+    mti_tile_fetch<Rows, HeadDim, Threads>(v, f.keys_in(b, k_col + f.p.value), ld, f.dim(), first, length);
     mti_cp_async_commit();
     if (SPANS) mti_flash_begin_spans<false, Step, Rows>(f, spans, first, &begin, &end);
     query = begin;
@@ -11024,8 +11056,8 @@ static __global__ void __launch_bounds__(mti_flash_dkv_threads<HeadDim>(), mti_f
         mti_tile_scale(own.sums[i], factor);
         mti_tile_store<HeadDim, BF16>(
             own.sums[i], (values ? v : k) + warp * HeadDim,
-            f.out(f.p.dk, place.sequence, row, place.head * f.p.kv_step + (values ? f.p.dvalue : 0)), f.p.dk.ld,
-            f.dim(), (int)seq - row);
+            f.keys_out(place.sequence, row, place.head * f.p.kv_step + (values ? f.p.dvalue : 0)), f.p.dk.ld, f.dim(),
+            (int)f.p.s.kv_seq - row);
     }
 }
 
@@ -11055,12 +11087,12 @@ static_assert(mti_flash_is_small<64>() && mti_flash_is_small<96>() && mti_flash_
                   mti_flash_is_small<192>() && mti_flash_is_small<256>(),
               "shared memory");
 
-/* Launches a kernel with blocks of `rows` rows of so many heads, or groups. `reads` is the number of rows of a head's
-   width that a head, or a group, reads in its loop. */
+/* Launches a kernel with blocks of `rows` of the `seq` rows of so many heads, or groups. `reads` is the number of rows
+   of a head's width that a head, or a group, reads in its loop. */
 static mt_status mti_flash_launch(const mti_attention *a, const char *name, void (*kernel)(mti_flash), int64_t rows,
-                                  int64_t heads, int64_t reads, unsigned threads, int bytes, mti_flash f) {
+                                  int64_t seq, int64_t heads, int64_t reads, unsigned threads, int bytes, mti_flash f) {
     int64_t width = mti_flash_section(heads, a->desc.batch, reads * a->desc.head_dim * 2);
-    dim3 grid((unsigned)width, (unsigned)((a->desc.seq + rows - 1) / rows), (unsigned)(heads / width * a->desc.batch));
+    dim3 grid((unsigned)width, (unsigned)((seq + rows - 1) / rows), (unsigned)(heads / width * a->desc.batch));
     f.sections = (unsigned)(heads / width);
     MT_CUDA_TRY(a->ctx, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     MT_LAUNCH_KERNEL(kernel, grid, threads, (size_t)bytes, mt_context_stream(a->ctx), f);
@@ -11070,8 +11102,9 @@ static mt_status mti_flash_launch(const mti_attention *a, const char *name, void
 static mti_flash mti_flash_of(const mti_attention *a) {
     float softcap = a->desc.scores.softcap, factor = softcap > 0.0f ? softcap : a->desc.scores.scale;
     mti_flash f = {
-        mti_plain_of(a), factor * MTI_LOG2E, NULL, NULL, mt_round_up(a->desc.seq, MTI_FLASH_ROWS), 0.0f, 1, {}};
+        mti_plain_of(a), factor * MTI_LOG2E, NULL, NULL, mt_round_up(a->desc.seq, MTI_FLASH_ROWS), 0.0f, 0.0f, 1, {}};
     if (softcap > 0.0f) f.cap = a->desc.scores.scale / softcap;
+    if (a->desc.alibi_slopes) f.alibi = -1.0f / a->desc.scores.scale;
     return f;
 }
 
@@ -11083,7 +11116,7 @@ template <int HeadDim, bool SPANS> static mt_status mti_flash_run_forward(const 
         {mti_flash_forward_kernel<HeadDim, true, Asks, SPANS>, mti_flash_forward_kernel<HeadDim, true, true, SPANS>}};
     MT_TRY(mt_cuda_enter(a->ctx));
     return mti_flash_launch(a, "mt_attention_forward", kernels[a->q.dtype == MT_BF16][f.p.drop.on != 0], MTI_FLASH_ROWS,
-                            mti_attention_heads(&a->desc), 2 * a->desc.seq / a->desc.heads_per_group,
+                            a->desc.seq, mti_attention_heads(&a->desc), 2 * a->desc.kv_seq / a->desc.heads_per_group,
                             mti_flash_threads<HeadDim>(), mti_flash_forward_bytes<HeadDim, SPANS>(), f);
 }
 
@@ -11109,10 +11142,10 @@ static mt_status mti_flash_backward(const mti_attention *a, const mti_flash_back
     MT_LAUNCH_KERNEL(mti_flash_stats_kernel, dim3((unsigned)(f.pitch / 64), (unsigned)heads, (unsigned)s->batch), 256,
                      0, mt_context_stream(a->ctx), f);
     MT_TRY(mt_cuda_launched(a->ctx, name));
-    MT_TRY(
-        mti_flash_launch(a, name, k.dq, k.rows, heads, 2 * s->seq / s->heads_per_group, k.dq_threads, k.dq_bytes, f));
-    return mti_flash_launch(a, name, k.dkv, k.rows, s->groups, 2 * s->seq * s->heads_per_group, k.dkv_threads,
-                            k.dkv_bytes, f);
+    MT_TRY(mti_flash_launch(a, name, k.dq, k.rows, s->seq, heads, 2 * s->kv_seq / s->heads_per_group, k.dq_threads,
+                            k.dq_bytes, f));
+    return mti_flash_launch(a, name, k.dkv, k.rows, s->kv_seq, s->groups, 2 * s->seq * s->heads_per_group,
+                            k.dkv_threads, k.dkv_bytes, f);
 }
 
 template <int HeadDim, bool SPANS> static mt_status mti_flash_run_backward(const mti_attention *a) {
@@ -11825,6 +11858,7 @@ static __device__ __forceinline__ void mti_hopper_weigh(const mti_flash &f, mti_
                                                         const mti_flash_span *spans, int head, int row, int key,
                                                         int keys) {
     constexpr int Step = mti_hopper_shape<HeadDim>::Step;
+    if (SPANS && f.alibi != 0.0f) mti_flash_add_alibi(f, own.s, head, f.position(0) + row - key);
     if (SPANS) mti_flash_cap_and_mask(f, own.s, spans, key);
     else if (!f.sees(row, key + Step - 1, keys)) mti_flash_mask_rows(f, own.s, keys, row, key);
     mti_flash_softmax<SPANS>(f.scale, own.s, own.acc, own.top, own.sum);
@@ -11854,7 +11888,7 @@ static __device__ __forceinline__ void mti_hopper_forward_copies(
     for (int w = 0; w < 2 && begin < keys; w++)
         mti_hopper_fetch<64, HeadDim>(q + w * Shape::Own, from + w * 64 * f.p.q.ld, 16 * f.p.q.ld,
                                       (int)f.p.s.seq - first - w * 64 - mti_hopper_row(), last);
-    from = f.in(f.p.k, b, f.p.k_col(head)) + (int64_t)(begin + mti_hopper_row()) * ld + mti_hopper_vector() * 8;
+    from = f.keys_in(b, f.p.k_col(head)) + (int64_t)(begin + mti_hopper_row()) * ld + mti_hopper_vector() * 8;
     keys -= begin;
     mti_setmaxnreg_dec<24>();
     for (; keys > 0; m++) {
@@ -12010,8 +12044,8 @@ template <int HeadDim, bool SPANS> static mt_status mti_hopper_run_forward(const
     void (*kernels[2])(mti_flash) = {mti_hopper_forward_kernel<HeadDim, false, SPANS>,
                                      mti_hopper_forward_kernel<HeadDim, true, SPANS>};
     MT_TRY(mt_cuda_enter(a->ctx));
-    return mti_flash_launch(a, "mt_attention_forward", kernels[a->q.dtype == MT_BF16], MTI_FLASH_ROWS,
-                            mti_attention_heads(&a->desc), 2 * a->desc.seq / a->desc.heads_per_group,
+    return mti_flash_launch(a, "mt_attention_forward", kernels[a->q.dtype == MT_BF16], MTI_FLASH_ROWS, a->desc.seq,
+                            mti_attention_heads(&a->desc), 2 * a->desc.kv_seq / a->desc.heads_per_group,
                             MTI_HOPPER_THREADS, mti_hopper_shape<HeadDim>::bytes(SPANS), f);
 }
 
@@ -12139,9 +12173,9 @@ static __device__ __forceinline__ void mti_hopper_dq_copies(const mti_flash &f, 
     int64_t b = f.place().sequence, head = f.place().head, step = 8 * f.p.k.ld;
     int last = mti_hopper_last<HeadDim>(f.dim()), left = m->seen.end - m->seen.first - mti_hopper_half_row(), n = 0;
     const uint16_t *q = f.in(f.p.q, b, f.p.q_col(head)), *dout = f.in(f.p.dout, b, head * f.p.s.head_dim);
-    const uint16_t *from = f.in(f.p.k, b, f.p.k_col(head) + (second ? f.p.value : 0));
+    const uint16_t *from = f.keys_in(b, f.p.k_col(head) + (second ? f.p.value : 0));
     if (m->seen.first < m->seen.end) { /* otherwise no copy would be committed and waited for */
-        mti_hopper_fetch_rows<HeadDim>(m->rows[second][0], second ? dout : q, second ? f.p.dout.ld : f.p.k.ld, first,
+        mti_hopper_fetch_rows<HeadDim>(m->rows[second][0], second ? dout : q, second ? f.p.dout.ld : f.p.q.ld, first,
                                        (int)f.p.s.seq, last);
         mti_hopper_fetch_stats<MTI_FLASH_ROWS>(m->stats[second], (second ? f.delta : f.lse) + f.stat(b, head) + first +
                                                                      threadIdx.x % 64 * 4);
@@ -12177,6 +12211,7 @@ static __device__ __forceinline__ void mti_hopper_dq_add(const mti_flash &f, flo
     for (int h = 0; h < Halves; h++) {
         float(&half)[1][8][4] = (float(&)[1][8][4])s[0][h * 8], (&grad)[1][8][4] = (float(&)[1][8][4])dp[0][h * 8];
         if (f.p.drop.on) mti_flash_drop(grad, kept[h]);
+        if (f.alibi != 0.0f) mti_flash_add_alibi(f, half, head, f.position(0) + row - key - h * 64);
         mti_flash_cap_and_mask(f, half, m->spans + own, key + h * 64);
         if (f.cap != 0.0f) mti_flash_score_grads<true>(f, half, grad, m->stats[0] + own, m->stats[1] + own);
         else mti_flash_score_grads<false>(f, half, grad, m->stats[0] + own, m->stats[1] + own);
@@ -12216,12 +12251,12 @@ static __device__ __forceinline__ void mti_hopper_dkv_copies(const mti_flash &f,
     mti_hopper_ring<Memory::Slots> ring = m->ring();
     bool second = mti_hopper_second();
     int64_t b = f.place().sequence, col = f.place().head * f.p.kv_step + (second ? f.p.value : 0);
-    int64_t head = f.place().head * f.p.s.heads_per_group, ld = second ? f.p.dout.ld : f.p.k.ld, step = 8 * ld;
+    int64_t head = f.place().head * f.p.s.heads_per_group, ld = second ? f.p.dout.ld : f.p.q.ld, step = 8 * ld;
     const uint16_t *from = second ? f.in(f.p.dout, b, head * f.p.s.head_dim) : f.in(f.p.q, b, f.p.q_col(head));
     const float *stats = (second ? f.delta : f.lse) + f.stat(b, head) + m->seen.first + threadIdx.x % 64 * 4;
     int last = mti_hopper_last<HeadDim>(f.dim()), over = (int)f.p.s.seq - mti_hopper_half_row(), n = 0, query;
     if (m->seen.first < m->seen.end)
-        mti_hopper_fetch_rows<HeadDim>(m->rows[second][0], f.in(f.p.k, b, col), f.p.k.ld, first, (int)f.p.s.seq, last);
+        mti_hopper_fetch_rows<HeadDim>(m->rows[second][0], f.keys_in(b, col), f.p.k.ld, first, (int)f.p.s.kv_seq, last);
     from = mti_hopper_half_from(from, ld, m->seen.first);
     mti_setmaxnreg_dec<24>();
     for (int h = 0; h < (int)f.p.s.heads_per_group; h++) {
@@ -12261,6 +12296,7 @@ static __device__ __forceinline__ void mti_hopper_dkv_add(const mti_flash &f, fl
     mti_hopper_scores<HeadDim, BF16>(dp, m->rows[1][w], m->slots[slot][1]);
     if (f.p.drop.on) kept = mti_flash_kept_columns<1, 8>(f, mti_flash_again(head), row, query);
     mti_wgmma_wait<1>(); /* s is there */
+    if (f.alibi != 0.0f) mti_flash_add_alibi(f, s, mti_flash_again(head), row - query - f.position(0));
     mti_flash_cap_and_mask(f, s, m->spans + own, query);
     mti_wgmma_wait<0>();
     if (f.p.drop.on) mti_hopper_drop(dp, kept);
@@ -12297,11 +12333,11 @@ static __device__ __forceinline__ void mti_hopper_dkv_rows(const mti_flash &f, m
     mti_tile_scale(dk, f.p.scale);
     mti_tile_scale(dv, f.p.drop.scale);
     mti_tile_store<HeadDim, BF16>(dk, m->rows[0][w] + warp * HeadDim,
-                                  f.out(f.p.dk, place.sequence, row, place.head * f.p.kv_step), f.p.dk.ld, f.dim(),
-                                  (int)f.p.s.seq - row);
+                                  f.keys_out(place.sequence, row, place.head * f.p.kv_step), f.p.dk.ld, f.dim(),
+                                  (int)f.p.s.kv_seq - row);
     mti_tile_store<HeadDim, BF16>(dv, m->rows[1][w] + warp * HeadDim,
-                                  f.out(f.p.dk, place.sequence, row, place.head * f.p.kv_step + f.p.dvalue), f.p.dk.ld,
-                                  f.dim(), (int)f.p.s.seq - row);
+                                  f.keys_out(place.sequence, row, place.head * f.p.kv_step + f.p.dvalue), f.p.dk.ld,
+                                  f.dim(), (int)f.p.s.kv_seq - row);
 }
 
 template <int HeadDim, bool BF16>
@@ -12374,12 +12410,10 @@ static int mti_flash_fits_view(const mti_attention *a, mt_tensor t) {
     return !t.data || (t.dtype == a->q.dtype && mti_is_wide(t) && mt_tensor_ld(t) % MTI_VECTOR == 0);
 }
 
-/* The same for q, k and v, whose rows must be the same distance apart: a second distance spills registers of the dkv
-   kernel. The kernels find a value by its distance from the key. */
+/* The same for q, k and v. The kernels find a value by its distance from the key. */
 static int mti_flash_fits_inputs(const mti_attention *a) {
-    int64_t ld = mt_tensor_ld(a->k);
     return mti_flash_fits_view(a, a->q) && mti_flash_fits_view(a, a->k) && mti_flash_fits_view(a, a->v) &&
-           mt_tensor_ld(a->q) == ld && mt_tensor_ld(a->v) == ld;
+           mt_tensor_ld(a->v) == mt_tensor_ld(a->k);
 }
 
 /* The same for the gradients. dq may have another distance. */
@@ -12390,13 +12424,16 @@ static int mti_flash_fits_gradients(const mti_attention *a) {
 
 /* Whether a call needs the kernels with SPANS. A window of at least seq hides nothing. */
 static int mti_flash_needs_spans(const mt_attention_desc *s) {
-    return (s->scores.window > 0 && s->scores.window < s->seq) || s->scores.softcap > 0.0f || s->cu_seqlens;
+    return (s->scores.window > 0 && s->scores.window < s->seq) || s->scores.softcap > 0.0f || s->cu_seqlens ||
+           s->alibi_slopes || s->kv_seq != s->seq;
 }
 
 /* Whether the kernels know everything that changes a score. With a soft cap they multiply by scale / softcap, and by
-   softcap / ln 2, which must be finite. */
+   softcap / ln 2, which must be finite, and with ALiBi by slopes / scale. They have no derivative of a soft cap below
+   ALiBi. */
 static int mti_flash_fits_scores(const mt_attention_desc *s) {
-    return s->kv_seq == s->seq && !s->alibi_slopes && !s->bias.value.data &&
+    if (s->alibi_slopes && (s->scores.softcap > 0.0f || s->scores.scale < 1e-6f)) return 0;
+    return !s->bias.value.data &&
            (s->scores.softcap == 0.0f || (s->scores.softcap < 1e30f && s->scores.scale / s->scores.softcap < 1e30f));
 }
 
@@ -12422,7 +12459,7 @@ static mt_status mti_built_for(mt_context *ctx, int *arch) {
    it. Their blocks, of 64 rows or more, are the second number of a grid. */
 static int mti_flash_size(const mt_attention_desc *s) {
     int64_t dim = s->head_dim;
-    if (dim % MTI_VECTOR != 0 || s->seq > 64 * MTI_FLASH_GRID) return 0;
+    if (dim % MTI_VECTOR != 0 || mt_max(s->seq, s->kv_seq) > 64 * MTI_FLASH_GRID) return 0;
     return dim <= 64 ? 64 : dim <= 96 ? 96 : dim <= 128 ? 128 : dim <= 192 ? 192 : dim <= 256 ? 256 : 0;
 }
 
@@ -14464,9 +14501,9 @@ static int mti_kv_flash_fits(const mti_kv *kv, int type, int built_for) {
 template <int HeadDim> static mt_status mti_kv_flash(const mti_attention *a, const mti_flash &f) {
     void (*kernel)(mti_flash) = a->q.dtype == MT_BF16 ? mti_flash_forward_kernel<HeadDim, true, false, true, true>
                                                       : mti_flash_forward_kernel<HeadDim, false, false, true, true>;
-    return mti_flash_launch(a, "mt_kv_cache_attention", kernel, MTI_FLASH_ROWS, mti_attention_heads(&a->desc),
-                            2 * f.cached.max_seq / a->desc.heads_per_group, mti_flash_threads<HeadDim>(),
-                            mti_flash_forward_bytes<HeadDim, true>(), f);
+    return mti_flash_launch(a, "mt_kv_cache_attention", kernel, MTI_FLASH_ROWS, a->desc.seq,
+                            mti_attention_heads(&a->desc), 2 * f.cached.max_seq / a->desc.heads_per_group,
+                            mti_flash_threads<HeadDim>(), mti_flash_forward_bytes<HeadDim, true>(), f);
 }
 
 static mt_status mti_kv_run_flash(const mti_kv *kv, int type) {

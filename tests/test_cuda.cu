@@ -1130,6 +1130,14 @@ static void attention_options(int what, mt_attention_desc *s, mt_attention_desc 
     }
 }
 
+/* Tells the context what nvcc has compiled the kernels for: 75, so that attention in 16 bits runs without tensor cores,
+   which test_cuda_flash.cu tests. 0: it has not asked yet. */
+static void set_built_for(int arch) {
+    mti_kernels *k = NULL;
+    ASSERT_STATUS(gpu, MT_SUCCESS, mti_kernels_open(gpu, &k));
+    k->built_for = arch;
+}
+
 /* With some views that are aligned to whole vectors, and some that are not, or with all of them aligned. */
 static void dot_product_attention(int what, mt_attention_desc s, int aligned) {
     mt_attention_desc on_gpu;
@@ -1163,6 +1171,7 @@ static void dot_product_attention(int what, mt_attention_desc s, int aligned) {
 
 static void test_dot_product_attention(void **state) {
     (void)state;
+    set_built_for(75);
     static const int sets[] = {0,
                                KV_SEQ,
                                LENGTHS,
@@ -1191,6 +1200,7 @@ static void test_dot_product_attention(void **state) {
         mt_arena_release(cpu, on_cpu);
         mt_arena_release(gpu, on_gpu);
     }
+    set_built_for(0);
 }
 
 /* Heads of each shape of the plain kernels. There are several blocks of rows and several tiles, and the last ones are
@@ -1215,6 +1225,7 @@ static void test_tiles_of_attention(void **state) {
                  {70, 90, 1, 3, 72, 30, 1, 511 & ~(DOCUMENTS | BIAS)}};
     static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
     (void)state;
+    set_built_for(75);
     for (size_t i = 0; i < 2 * sizeof cases / sizeof *cases; i++) {
         size_t k = i / 2, on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
         mt_attention_desc s = {};
@@ -1227,6 +1238,7 @@ static void test_tiles_of_attention(void **state) {
         mt_arena_release(cpu, on_cpu);
         mt_arena_release(gpu, on_gpu);
     }
+    set_built_for(0);
 }
 
 /* The bias and its gradient in a fused call, also of a bias that has more heads than the call. */

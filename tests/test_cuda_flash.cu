@@ -22,7 +22,9 @@ typedef struct config {
     float p = 0.0f;
     int64_t window = 0;
     float softcap = 0.0f;
-    int packed = 0; /* which documents: see set_documents */
+    int packed = 0;     /* which documents: see set_documents */
+    int64_t kv_seq = 0; /* 0: seq */
+    int alibi = 0;
 } config;
 
 /* The arguments of one call, on the GPU. The 8 elements between rows must stay unchanged. */
@@ -33,12 +35,12 @@ typedef struct call {
 
 static const char *describe(const config *c) {
     static char text[240];
-    snprintf(
-        text, sizeof text,
-        "%s, head_dim %d, %s, batch %d, seq %d, %d groups of %d%s, dropout %g, window %d, softcap %g, documents %d",
-        mt_dtype_name(c->type), (int)c->dim, c->mask == MT_MASK_CAUSAL ? "causal" : "bidirectional", (int)c->batch,
-        (int)c->seq, (int)c->groups, (int)c->per_group, c->padded ? ", padded" : "", (double)c->p, (int)c->window,
-        (double)c->softcap, c->packed);
+    snprintf(text, sizeof text,
+             "%s, head_dim %d, %s, batch %d, seq %d, kv_seq %d, %d groups of %d%s, dropout %g, window %d, softcap %g, "
+             "documents %d%s",
+             mt_dtype_name(c->type), (int)c->dim, c->mask == MT_MASK_CAUSAL ? "causal" : "bidirectional", (int)c->batch,
+             (int)c->seq, (int)c->kv_seq, (int)c->groups, (int)c->per_group, c->padded ? ", padded" : "", (double)c->p,
+             (int)c->window, (double)c->softcap, c->packed, c->alibi ? ", ALiBi" : "");
     return text;
 }
 
@@ -105,35 +107,49 @@ static void set_documents(const config *c, mt_attention_desc *s) {
     s->documents = n - 1;
 }
 
-static call call_new(const config *c, float size) {
+static mt_attention_desc desc_new(const config *c) {
     static const uint64_t offset = 0x123456789abu;
     static int32_t lengths[8];
-    int64_t heads = c->groups * c->per_group, tokens = c->batch * c->seq;
+    int64_t heads = c->groups * c->per_group, keys = c->kv_seq ? c->kv_seq : c->seq;
     mt_tensor ids;
-    call k;
-    memset(&k, 0, sizeof k);
-    k.s.batch = c->batch, k.s.seq = c->seq, k.s.groups = c->groups, k.s.heads_per_group = c->per_group,
-    k.s.head_dim = c->dim;
-    k.s.scores.mask = c->mask;
-    k.s.scores.window = c->window;
-    k.s.scores.softcap = c->softcap;
-    if (c->packed) set_documents(c, &k.s);
-    k.s.dropout.p = c->p;
-    k.s.dropout.at.seed = 0x123456789abcdefu, k.s.dropout.at.subsequence = 0xfedcba987654321u;
-    k.s.dropout.at.first_row = 5, k.s.dropout.at.first_col = 3, k.s.dropout.at.global_cols = heads + 7;
+    mt_attention_desc s;
+    memset(&s, 0, sizeof s);
+    s.batch = c->batch, s.seq = c->seq, s.groups = c->groups, s.heads_per_group = c->per_group, s.head_dim = c->dim,
+    s.kv_seq = c->kv_seq;
+    s.scores.mask = c->mask;
+    s.scores.window = c->window;
+    s.scores.softcap = c->softcap;
+    if (c->packed) set_documents(c, &s);
+    if (c->alibi) {
+        mt_tensor slopes;
+        OK(mt_arena_tensor(gpu, MT_F32, 1, heads, &slopes));
+        OK(mt_alibi_slopes(gpu, heads + 1, 1, slopes));
+        s.scores.alibi = 1;
+        s.alibi_slopes = (const float *)slopes.data;
+    }
+    s.dropout.p = c->p;
+    s.dropout.at.seed = 0x123456789abcdefu, s.dropout.at.subsequence = 0xfedcba987654321u;
+    s.dropout.at.first_row = 5, s.dropout.at.first_col = 3, s.dropout.at.global_cols = heads + 7;
     if (c->p > 0) { /* a part of the subsequence is in the GPU's memory */
         OK(mt_arena_tensor(gpu, MT_I32, 1, 2, &ids));
         OK(mt_upload(gpu, &offset, ids));
-        k.s.dropout.at.subsequence -= offset;
-        k.s.dropout.at.offset = (const uint64_t *)ids.data;
+        s.dropout.at.subsequence -= offset;
+        s.dropout.at.offset = (const uint64_t *)ids.data;
     }
     if (c->padded) { /* full, empty, one token less, not quite half */
-        const int64_t some[4] = {c->seq, 0, c->seq - 1, c->seq * 4 / 9};
+        const int64_t some[4] = {keys, 0, keys - 1, keys * 4 / 9};
         for (int64_t b = 0; b < c->batch; b++) lengths[b] = (int32_t)some[b % 4];
         OK(mt_arena_tensor(gpu, MT_I32, 1, c->batch, &ids));
         OK(mt_upload(gpu, lengths, ids));
-        k.s.lengths = (const int32_t *)ids.data;
+        s.lengths = (const int32_t *)ids.data;
     }
+    return s;
+}
+
+static call call_new(const config *c, float size) {
+    int64_t heads = c->groups * c->per_group, tokens = c->batch * c->seq;
+    call k;
+    k.s = desc_new(c);
     k.qkv = noise(c->type, tokens, (heads + 2 * c->groups) * c->dim, 1, size);
     k.dout = noise(c->type, tokens, heads * c->dim, 2, 1.0f);
     k.out = tensor_new(c->type, tokens, heads * c->dim);
@@ -232,26 +248,38 @@ static void rescale(const config *c, call *k, float even, float odd, float low, 
     free(x);
 }
 
+/* Returns a desc with copies of what it has on the GPU. They are valid until the next call. */
+static mt_attention_desc desc_on_cpu(const config *c, const mt_attention_desc *on_gpu) {
+    static int32_t lengths[8], ends[DOCUMENTS + 1];
+    static float slopes[16];
+    static uint64_t offset;
+    mt_attention_desc s = *on_gpu;
+    if (c->padded) {
+        OK(mt_download(gpu, mt_tensor_make(s.lengths, MT_I32, 1, c->batch), lengths));
+        s.lengths = lengths;
+    }
+    if (c->packed) {
+        OK(mt_download(gpu, mt_tensor_make(s.cu_seqlens, MT_I32, 1, s.documents + 1), ends));
+        s.cu_seqlens = ends;
+    }
+    if (c->alibi) {
+        OK(mt_download(gpu, mt_tensor_f32((float *)s.alibi_slopes, 1, c->groups * c->per_group), slopes));
+        s.alibi_slopes = slopes;
+    }
+    offset = 0;
+    if (c->p > 0) OK(mt_download(gpu, mt_tensor_make(s.dropout.at.offset, MT_I32, 1, 2), &offset));
+    s.dropout.at.offset = &offset;
+    return s;
+}
+
 /* The CPU's backward gets the GPU's out and lse. The gradient of a score is p (dp - delta), where dp and delta are sums
    of dim products that f32 rounds, and cancel where one key has all of p. 2^-25 is half of f16's last place for small
    numbers. */
 static void against_cpu_with(config c, call k) {
-    int32_t lengths[8], ends[DOCUMENTS + 1];
-    uint64_t offset = 0;
-    mt_attention_desc s = k.s;
+    mt_attention_desc s = desc_on_cpu(&c, &k.s);
     double ds = (double)c.dim * 6e-8 + sqrt((double)c.seq) / 33554432.0, size = 2.0 * sqrt((double)c.dim);
     mt_tensor qkv = widened(k.qkv), out = on_cpu(k.out.rows, k.out.cols), lse = on_cpu(k.lse.rows, k.lse.cols);
     mt_tensor dqkv = on_cpu(k.dqkv.rows, k.dqkv.cols);
-    if (c.padded) {
-        OK(mt_download(gpu, mt_tensor_make(k.s.lengths, MT_I32, 1, c.batch), lengths));
-        s.lengths = lengths;
-    }
-    if (c.packed) {
-        OK(mt_download(gpu, mt_tensor_make(k.s.cu_seqlens, MT_I32, 1, k.s.documents + 1), ends));
-        s.cu_seqlens = ends;
-    }
-    if (c.p > 0) OK(mt_download(gpu, mt_tensor_make(k.s.dropout.at.offset, MT_I32, 1, 2), &offset));
-    s.dropout.at.offset = &offset;
     run(&k);
     ASSERT_STATUS(cpu, MT_SUCCESS, mt_attention_forward(cpu, &s, qkv, out, lse));
     near(&c, "out", k.out, out, 1e-6 * size);
@@ -412,6 +440,21 @@ static void test_documents(void **state) {
     }
 }
 
+/* Slopes of several heads of a group, alone and with what moves or hides tiles. Half of the cases, or all. */
+static void test_alibi(void **state) {
+    (void)state;
+    for (int i = 0; i < (test_all() ? 20 : 10); i++) {
+        config c = of_each({2, 150, 1 + i % 2, 1 + i / 2 % 3}, i % 10);
+        c.alibi = 1;
+        if (i == 6) c.dim = 40;
+        if (i % 5 == 1) c.window = 30 + i;
+        if (i % 5 == 2) c.batch = 4, c.padded = 1;
+        if (i % 5 == 3) c.packed = 1;
+        if (i % 5 == 4) c.p = 0.25f;
+        against_cpu(c);
+    }
+}
+
 /* Queries without keys share a warp with others: those of a window behind the length. */
 static void test_window_and_padding(void **state) {
     (void)state;
@@ -419,6 +462,61 @@ static void test_window_and_padding(void **state) {
         config c = of_each({4, 150, 1, 1}, i);
         c.padded = 1, c.window = 30 + i, c.packed = i % 2;
         against_cpu(c);
+    }
+}
+
+/* ---- queries and keys of different lengths, in tensors of their own ---------------------------------------------- */
+
+/* q has another distance between its rows than k and v, which lie beside each other. The same for the gradients. */
+static void apart_against_cpu(config c) {
+    size_t at_cpu = mt_arena_mark(cpu), at_gpu = mt_arena_mark(gpu);
+    int64_t heads = c.groups * c.per_group, rows = c.batch * c.seq, width = c.groups * c.dim,
+            keys = c.batch * (c.kv_seq ? c.kv_seq : c.seq);
+    mt_attention_desc s = desc_new(&c), host = desc_on_cpu(&c, &s);
+    mt_tensor q = noise(c.type, rows, heads * c.dim, 1, 2.0f), kv = noise(c.type, keys, 2 * width, 3, 2.0f);
+    mt_tensor out = tensor_new(c.type, rows, heads * c.dim), lse = tensor_new(MT_F32, heads, rows);
+    mt_tensor dout = noise(c.type, rows, heads * c.dim, 2, 1.0f), dq = tensor_new(c.type, rows, heads * c.dim);
+    mt_tensor dkv = tensor_new(c.type, keys, 2 * width), k = mt_tensor_cols(kv, 0, width);
+    mt_tensor v = mt_tensor_cols(kv, width, width), dk = mt_tensor_cols(dkv, 0, width);
+    mt_tensor dv = mt_tensor_cols(dkv, width, width);
+    mt_tensor out_cpu = on_cpu(rows, out.cols), lse_cpu = on_cpu(heads, rows), dq_cpu = on_cpu(rows, dq.cols);
+    mt_tensor dkv_cpu = on_cpu(keys, 2 * width), kv_cpu = widened(kv);
+    double size = 2.0 * sqrt((double)c.dim), ds = (double)c.dim * 6e-8 + sqrt((double)(keys / c.batch)) / 33554432.0;
+    OK(mt_dot_product_attention_forward(gpu, &s, q, k, v, out, lse));
+    OK(mt_dot_product_attention_backward(gpu, &s, q, k, v, out, lse, dout, dq, dk, dv));
+    ASSERT_STATUS(cpu, MT_SUCCESS,
+                  mt_dot_product_attention_forward(cpu, &host, widened(q), mt_tensor_cols(kv_cpu, 0, width),
+                                                   mt_tensor_cols(kv_cpu, width, width), out_cpu, lse_cpu));
+    near(&c, "out", out, out_cpu, 1e-6 * size);
+    near_lse(&c, lse, lse_cpu);
+    ASSERT_STATUS(cpu, MT_SUCCESS,
+                  mt_dot_product_attention_backward(cpu, &host, widened(q), mt_tensor_cols(kv_cpu, 0, width),
+                                                    mt_tensor_cols(kv_cpu, width, width), widened(out), widened(lse),
+                                                    widened(dout), dq_cpu, mt_tensor_cols(dkv_cpu, 0, width),
+                                                    mt_tensor_cols(dkv_cpu, width, width)));
+    near(&c, "dq", dq, dq_cpu, ds * size);
+    near(&c, "dk and dv", dkv, dkv_cpu, ds * size);
+    mt_arena_release(cpu, at_cpu);
+    mt_arena_release(gpu, at_gpu);
+}
+
+/* More keys than queries, so that the last query has the position of the last key, and fewer, so that under a causal
+   mask the first queries see none. One query. One more block of keys or of queries. As many. Half of the cases, or
+   all. */
+static void test_keys_of_their_own(void **state) {
+    static const int64_t sizes_of[][2] = {{70, 200}, {200, 70}, {1, 150}, {127, 129}, {129, 127}, {141, 141}};
+    (void)state;
+    for (int i = 0; i < (test_all() ? 30 : 15); i++) {
+        config c = of_each({2, sizes_of[i % 6][0], 1 + i % 2, 1 + i / 2 % 3}, i % 10);
+        c.kv_seq = sizes_of[i % 6][1];
+        if (i % 10 == 6) c.dim = 40;
+        if (i % 5 == 1) c.window = 30;
+        if (i % 5 == 2) c.batch = 4, c.padded = 1;
+        if (i % 5 == 3) c.softcap = 1.5f;
+        if (i % 5 == 4) c.p = 0.25f;
+        if (i % 6 == 5 && i % 2) c.packed = 1;
+        c.alibi = i % 7 > 3 && c.softcap == 0.0f;
+        apart_against_cpu(c);
     }
 }
 
@@ -809,8 +907,12 @@ static void test_table_of_options(void **state) {
                  {"flash_64_spans", 20, 1.0f, 1},
                  {"plain", 0, 1e35f},
                  {"plain", 0, 1e-35f}, /* a factor of the kernels would overflow */
-                 {"plain", 20, 0.0f, 0, 150},
-                 {"plain", 20, 0.0f, 0, 0, 1},
+                 {"flash_64_spans", 0, 0.0f, 0, 150},
+                 {"flash_64_spans", 141, 0.0f, 0, 140},
+                 {"flash_64", 0, 0.0f, 0, 141},
+                 {"flash_64_spans", 0, 0.0f, 0, 0, 1},
+                 {"flash_64_spans", 20, 0.0f, 1, 0, 1},
+                 {"plain", 0, 1.0f, 0, 0, 1}, /* the kernels do not know the slope of such a cap */
                  {"plain", 0, 1.0f, 0, 0, 0, 1}};
     static const float slope = 1.0f;
     (void)state;
@@ -1037,6 +1139,8 @@ int main(void) {
         WITH_AND_WITHOUT_WGMMA(test_softcap),
         WITH_AND_WITHOUT_WGMMA(test_documents),
         WITH_AND_WITHOUT_WGMMA(test_window_and_padding),
+        WITH_AND_WITHOUT_WGMMA(test_alibi),
+        WITH_AND_WITHOUT_WGMMA(test_keys_of_their_own),
         WITH_AND_WITHOUT_WGMMA(test_options_together),
         WITH_AND_WITHOUT_WGMMA(test_hidden_tiles_are_skipped),
         WITH_AND_WITHOUT_WGMMA(test_loads),

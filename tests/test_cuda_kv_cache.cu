@@ -319,7 +319,10 @@ static const char *kernel_of(const call *k) {
    rounds probabilities to 16 bits. */
 static bool on_tensor_cores(const config *c, const call *k) {
     bool fits = c->type != MT_F32 && c->dim % 8 == 0 && c->offset == 0 && !c->old_gpu;
-    const char *expected = !fits ? "split" : c->seq > 8 && !c->alibi ? "flash" : "tile", *name = kernel_of(k);
+    const char *expected = !fits                                            ? "split"
+                           : c->seq > 8 && !(c->alibi && c->softcap > 0.0f) ? "flash"
+                                                                            : "tile",
+               *name = kernel_of(k);
     if (strcmp(name, expected) != 0) fail_msg("%s: runs %s, not %s", describe(c), name, expected);
     return fits;
 }

@@ -125,8 +125,8 @@ typedef struct mt_attention_desc {
    Scratch memory grows linearly with seq. On GPUs from sm_80 on, bf16 and f16 with a head_dim that is a multiple of 8
    use tensor cores, at the cost of the next of 64, 96, 128, 192 and 256, if nvcc compiled the program for such a GPU
    (-arch=native). They skip tiles of keys that no query of a block sees, so a window or short documents make them
-   faster. Other calls use a slower kernel without tensor cores, also those with a kv_seq other than seq, or with
-   alibi_slopes or bias: see docs/gpus.md, also for MT_USE_CUDNN, with which cuDNN computes forward where it can.
+   faster. Other calls use a slower kernel without tensor cores, also those with a bias: see docs/gpus.md, also for
+   MT_USE_CUDNN, with which cuDNN computes forward where it can.
    On a CPU the threads of the context share the work (mt_context_desc.threads), each with scratch memory of its own.
    The bits do not depend on their number. In forward a thread gets some blocks of 96 queries of a head, in backward
    some groups of a sequence. One thread computes the groups that add to the same elements of dbias.

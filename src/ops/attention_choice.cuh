@@ -13,12 +13,10 @@ static int mti_flash_fits_view(const mti_attention *a, mt_tensor t) {
     return !t.data || (t.dtype == a->q.dtype && mti_is_wide(t) && mt_tensor_ld(t) % MTI_VECTOR == 0);
 }
 
-/* The same for q, k and v, whose rows must be the same distance apart: a second distance spills registers of the dkv
-   kernel. The kernels find a value by its distance from the key. */
+/* The same for q, k and v. The kernels find a value by its distance from the key. */
 static int mti_flash_fits_inputs(const mti_attention *a) {
-    int64_t ld = mt_tensor_ld(a->k);
     return mti_flash_fits_view(a, a->q) && mti_flash_fits_view(a, a->k) && mti_flash_fits_view(a, a->v) &&
-           mt_tensor_ld(a->q) == ld && mt_tensor_ld(a->v) == ld;
+           mt_tensor_ld(a->v) == mt_tensor_ld(a->k);
 }
 
 /* The same for the gradients. dq may have another distance. */
@@ -29,13 +27,16 @@ static int mti_flash_fits_gradients(const mti_attention *a) {
 
 /* Whether a call needs the kernels with SPANS. A window of at least seq hides nothing. */
 static int mti_flash_needs_spans(const mt_attention_desc *s) {
-    return (s->scores.window > 0 && s->scores.window < s->seq) || s->scores.softcap > 0.0f || s->cu_seqlens;
+    return (s->scores.window > 0 && s->scores.window < s->seq) || s->scores.softcap > 0.0f || s->cu_seqlens ||
+           s->alibi_slopes || s->kv_seq != s->seq;
 }
 
 /* Whether the kernels know everything that changes a score. With a soft cap they multiply by scale / softcap, and by
-   softcap / ln 2, which must be finite. */
+   softcap / ln 2, which must be finite, and with ALiBi by slopes / scale. They have no derivative of a soft cap below
+   ALiBi. */
 static int mti_flash_fits_scores(const mt_attention_desc *s) {
-    return s->kv_seq == s->seq && !s->alibi_slopes && !s->bias.value.data &&
+    if (s->alibi_slopes && (s->scores.softcap > 0.0f || s->scores.scale < 1e-6f)) return 0;
+    return !s->bias.value.data &&
            (s->scores.softcap == 0.0f || (s->scores.softcap < 1e30f && s->scores.scale / s->scores.softcap < 1e30f));
 }
 
@@ -61,7 +62,7 @@ static mt_status mti_built_for(mt_context *ctx, int *arch) {
    it. Their blocks, of 64 rows or more, are the second number of a grid. */
 static int mti_flash_size(const mt_attention_desc *s) {
     int64_t dim = s->head_dim;
-    if (dim % MTI_VECTOR != 0 || s->seq > 64 * MTI_FLASH_GRID) return 0;
+    if (dim % MTI_VECTOR != 0 || mt_max(s->seq, s->kv_seq) > 64 * MTI_FLASH_GRID) return 0;
     return dim <= 64 ? 64 : dim <= 96 ? 96 : dim <= 128 ? 128 : dim <= 192 ? 192 : dim <= 256 ? 256 : 0;
 }
 

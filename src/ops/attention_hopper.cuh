@@ -126,6 +126,7 @@ static __device__ __forceinline__ void mti_hopper_weigh(const mti_flash &f, mti_
                                                         const mti_flash_span *spans, int head, int row, int key,
                                                         int keys) {
     constexpr int Step = mti_hopper_shape<HeadDim>::Step;
+    if (SPANS && f.alibi != 0.0f) mti_flash_add_alibi(f, own.s, head, f.position(0) + row - key);
     if (SPANS) mti_flash_cap_and_mask(f, own.s, spans, key);
     else if (!f.sees(row, key + Step - 1, keys)) mti_flash_mask_rows(f, own.s, keys, row, key);
     mti_flash_softmax<SPANS>(f.scale, own.s, own.acc, own.top, own.sum);
@@ -155,7 +156,7 @@ static __device__ __forceinline__ void mti_hopper_forward_copies(
     for (int w = 0; w < 2 && begin < keys; w++)
         mti_hopper_fetch<64, HeadDim>(q + w * Shape::Own, from + w * 64 * f.p.q.ld, 16 * f.p.q.ld,
                                       (int)f.p.s.seq - first - w * 64 - mti_hopper_row(), last);
-    from = f.in(f.p.k, b, f.p.k_col(head)) + (int64_t)(begin + mti_hopper_row()) * ld + mti_hopper_vector() * 8;
+    from = f.keys_in(b, f.p.k_col(head)) + (int64_t)(begin + mti_hopper_row()) * ld + mti_hopper_vector() * 8;
     keys -= begin;
     mti_setmaxnreg_dec<24>();
     for (; keys > 0; m++) {
@@ -311,8 +312,8 @@ template <int HeadDim, bool SPANS> static mt_status mti_hopper_run_forward(const
     void (*kernels[2])(mti_flash) = {mti_hopper_forward_kernel<HeadDim, false, SPANS>,
                                      mti_hopper_forward_kernel<HeadDim, true, SPANS>};
     MT_TRY(mt_cuda_enter(a->ctx));
-    return mti_flash_launch(a, "mt_attention_forward", kernels[a->q.dtype == MT_BF16], MTI_FLASH_ROWS,
-                            mti_attention_heads(&a->desc), 2 * a->desc.seq / a->desc.heads_per_group,
+    return mti_flash_launch(a, "mt_attention_forward", kernels[a->q.dtype == MT_BF16], MTI_FLASH_ROWS, a->desc.seq,
+                            mti_attention_heads(&a->desc), 2 * a->desc.kv_seq / a->desc.heads_per_group,
                             MTI_HOPPER_THREADS, mti_hopper_shape<HeadDim>::bytes(SPANS), f);
 }
 

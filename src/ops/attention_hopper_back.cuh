@@ -122,9 +122,9 @@ static __device__ __forceinline__ void mti_hopper_dq_copies(const mti_flash &f, 
     int64_t b = f.place().sequence, head = f.place().head, step = 8 * f.p.k.ld;
     int last = mti_hopper_last<HeadDim>(f.dim()), left = m->seen.end - m->seen.first - mti_hopper_half_row(), n = 0;
     const uint16_t *q = f.in(f.p.q, b, f.p.q_col(head)), *dout = f.in(f.p.dout, b, head * f.p.s.head_dim);
-    const uint16_t *from = f.in(f.p.k, b, f.p.k_col(head) + (second ? f.p.value : 0));
+    const uint16_t *from = f.keys_in(b, f.p.k_col(head) + (second ? f.p.value : 0));
     if (m->seen.first < m->seen.end) { /* otherwise no copy would be committed and waited for */
-        mti_hopper_fetch_rows<HeadDim>(m->rows[second][0], second ? dout : q, second ? f.p.dout.ld : f.p.k.ld, first,
+        mti_hopper_fetch_rows<HeadDim>(m->rows[second][0], second ? dout : q, second ? f.p.dout.ld : f.p.q.ld, first,
                                        (int)f.p.s.seq, last);
         mti_hopper_fetch_stats<MTI_FLASH_ROWS>(m->stats[second], (second ? f.delta : f.lse) + f.stat(b, head) + first +
                                                                      threadIdx.x % 64 * 4);
@@ -160,6 +160,7 @@ static __device__ __forceinline__ void mti_hopper_dq_add(const mti_flash &f, flo
     for (int h = 0; h < Halves; h++) {
         float(&half)[1][8][4] = (float(&)[1][8][4])s[0][h * 8], (&grad)[1][8][4] = (float(&)[1][8][4])dp[0][h * 8];
         if (f.p.drop.on) mti_flash_drop(grad, kept[h]);
+        if (f.alibi != 0.0f) mti_flash_add_alibi(f, half, head, f.position(0) + row - key - h * 64);
         mti_flash_cap_and_mask(f, half, m->spans + own, key + h * 64);
         if (f.cap != 0.0f) mti_flash_score_grads<true>(f, half, grad, m->stats[0] + own, m->stats[1] + own);
         else mti_flash_score_grads<false>(f, half, grad, m->stats[0] + own, m->stats[1] + own);
@@ -199,12 +200,12 @@ static __device__ __forceinline__ void mti_hopper_dkv_copies(const mti_flash &f,
     mti_hopper_ring<Memory::Slots> ring = m->ring();
     bool second = mti_hopper_second();
     int64_t b = f.place().sequence, col = f.place().head * f.p.kv_step + (second ? f.p.value : 0);
-    int64_t head = f.place().head * f.p.s.heads_per_group, ld = second ? f.p.dout.ld : f.p.k.ld, step = 8 * ld;
+    int64_t head = f.place().head * f.p.s.heads_per_group, ld = second ? f.p.dout.ld : f.p.q.ld, step = 8 * ld;
     const uint16_t *from = second ? f.in(f.p.dout, b, head * f.p.s.head_dim) : f.in(f.p.q, b, f.p.q_col(head));
     const float *stats = (second ? f.delta : f.lse) + f.stat(b, head) + m->seen.first + threadIdx.x % 64 * 4;
     int last = mti_hopper_last<HeadDim>(f.dim()), over = (int)f.p.s.seq - mti_hopper_half_row(), n = 0, query;
     if (m->seen.first < m->seen.end)
-        mti_hopper_fetch_rows<HeadDim>(m->rows[second][0], f.in(f.p.k, b, col), f.p.k.ld, first, (int)f.p.s.seq, last);
+        mti_hopper_fetch_rows<HeadDim>(m->rows[second][0], f.keys_in(b, col), f.p.k.ld, first, (int)f.p.s.kv_seq, last);
     from = mti_hopper_half_from(from, ld, m->seen.first);
     mti_setmaxnreg_dec<24>();
     for (int h = 0; h < (int)f.p.s.heads_per_group; h++) {
@@ -244,6 +245,7 @@ static __device__ __forceinline__ void mti_hopper_dkv_add(const mti_flash &f, fl
     mti_hopper_scores<HeadDim, BF16>(dp, m->rows[1][w], m->slots[slot][1]);
     if (f.p.drop.on) kept = mti_flash_kept_columns<1, 8>(f, mti_flash_again(head), row, query);
     mti_wgmma_wait<1>(); /* s is there */
+    if (f.alibi != 0.0f) mti_flash_add_alibi(f, s, mti_flash_again(head), row - query - f.position(0));
     mti_flash_cap_and_mask(f, s, m->spans + own, query);
     mti_wgmma_wait<0>();
     if (f.p.drop.on) mti_hopper_drop(dp, kept);
@@ -280,11 +282,11 @@ static __device__ __forceinline__ void mti_hopper_dkv_rows(const mti_flash &f, m
     mti_tile_scale(dk, f.p.scale);
     mti_tile_scale(dv, f.p.drop.scale);
     mti_tile_store<HeadDim, BF16>(dk, m->rows[0][w] + warp * HeadDim,
-                                  f.out(f.p.dk, place.sequence, row, place.head * f.p.kv_step), f.p.dk.ld, f.dim(),
-                                  (int)f.p.s.seq - row);
+                                  f.keys_out(place.sequence, row, place.head * f.p.kv_step), f.p.dk.ld, f.dim(),
+                                  (int)f.p.s.kv_seq - row);
     mti_tile_store<HeadDim, BF16>(dv, m->rows[1][w] + warp * HeadDim,
-                                  f.out(f.p.dk, place.sequence, row, place.head * f.p.kv_step + f.p.dvalue), f.p.dk.ld,
-                                  f.dim(), (int)f.p.s.seq - row);
+                                  f.keys_out(place.sequence, row, place.head * f.p.kv_step + f.p.dvalue), f.p.dk.ld,
+                                  f.dim(), (int)f.p.s.kv_seq - row);
 }
 
 template <int HeadDim, bool BF16>

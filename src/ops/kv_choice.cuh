@@ -20,9 +20,9 @@ static int mti_kv_flash_fits(const mti_kv *kv, int type, int built_for) {
 template <int HeadDim> static mt_status mti_kv_flash(const mti_attention *a, const mti_flash &f) {
     void (*kernel)(mti_flash) = a->q.dtype == MT_BF16 ? mti_flash_forward_kernel<HeadDim, true, false, true, true>
                                                       : mti_flash_forward_kernel<HeadDim, false, false, true, true>;
-    return mti_flash_launch(a, "mt_kv_cache_attention", kernel, MTI_FLASH_ROWS, mti_attention_heads(&a->desc),
-                            2 * f.cached.max_seq / a->desc.heads_per_group, mti_flash_threads<HeadDim>(),
-                            mti_flash_forward_bytes<HeadDim, true>(), f);
+    return mti_flash_launch(a, "mt_kv_cache_attention", kernel, MTI_FLASH_ROWS, a->desc.seq,
+                            mti_attention_heads(&a->desc), 2 * f.cached.max_seq / a->desc.heads_per_group,
+                            mti_flash_threads<HeadDim>(), mti_flash_forward_bytes<HeadDim, true>(), f);
 }
 
 static mt_status mti_kv_run_flash(const mti_kv *kv, int type) {
