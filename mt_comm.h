@@ -469,7 +469,9 @@ typedef enum mt_collective {
     MT_SEND = 4,
     MT_RECV = 5,
     MT_BARRIER = 6,
-    MT_COLLECTIVE_COUNT = 7
+    MT_ALL_TO_ALL = 7,
+    MT_ALL_TO_ALL_V = 8,
+    MT_COLLECTIVE_COUNT = 9
 } mt_collective;
 
 MT_API const char *mt_collective_name(mt_collective kind); /* "all_reduce", ... */
@@ -477,7 +479,8 @@ MT_API const char *mt_collective_name(mt_collective kind); /* "all_reduce", ... 
 /* The ledger counts this rank's successful calls and their bytes, per kind, since the communicator was created or the
    ledger was reset. The bytes of a call are those of the whole logical tensor: count * element size for all_reduce,
    broadcast, send and recv; size * sendcount * element size for all_gather; size * recvcount * element size for
-   reduce_scatter. mt_send_recv counts as a send and a recv. The ledger of a group of one stays zero. */
+   reduce_scatter; size * count * element size for all_to_all; and what the rank sends, also to itself, for
+   all_to_all_v. mt_send_recv counts as a send and a recv. The ledger of a group of one stays zero. */
 typedef struct mt_ledger {
     uint64_t calls[MT_COLLECTIVE_COUNT];
     uint64_t bytes[MT_COLLECTIVE_COUNT];
@@ -995,6 +998,17 @@ MT_API int mt_comm_is_meta(const mt_comm *comm); /* 1: comm is from mt_comm_crea
    communicator, the parts of other ranks become 0. Errors: MT_ERR_ARGUMENT (NULL, bytes is 0 or too large),
    MT_ERR_MEMORY, and those of a collective. */
 MT_API mt_status mt_comm_gather_host(mt_context *ctx, mt_comm *comm, const void *mine, size_t bytes, void *all);
+
+/* Exchange blocks between all ranks: a rank sends one block to each rank, also to itself, and receives one from each
+   rank. Both buffers hold the blocks one after the other, in the order of the ranks they go to or come from. They must
+   not overlap. mt_all_to_all: each block has `count` elements. mt_all_to_all_v: the block for rank r has sendcounts[r]
+   elements, and that from rank r has recvcounts[r]; a count may be 0. The counts [ranks] are in memory of the host, and
+   are not used after the call. sendcounts[b] of rank a must be recvcounts[a] of rank b: MT_ERR_MISMATCH otherwise, with
+   both numbers. Errors: those of a collective; MT_ERR_ARGUMENT also when a rank's counts for itself differ. */
+MT_API mt_status mt_all_to_all(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
+                               mt_dtype dtype);
+MT_API mt_status mt_all_to_all_v(mt_context *ctx, mt_comm *comm, const void *sendbuf, const size_t *sendcounts,
+                                 void *recvbuf, const size_t *recvcounts, mt_dtype dtype);
 
 /* Registers memory from mt_context_alloc with NCCL; memory is the pointer that mt_context_alloc gave. mt_context_free
    and mt_comm_destroy end the registration. Collective over comm. Afterwards, collectives on comm must use the
@@ -1595,7 +1609,8 @@ typedef struct mti_call {
     int goes_on; /* 1: this is not the first chunk of a call */
     const void *send;
     void *recv;
-    struct CUgraphExec_st *run; /* MTI_GRAPH_LAUNCH */
+    const size_t *sends, *recvs; /* all_to_all_v: the elements for each rank, and from each rank; else NULL */
+    struct CUgraphExec_st *run;  /* MTI_GRAPH_LAUNCH */
     int color, key;
 } mti_call;
 
@@ -1615,6 +1630,7 @@ typedef struct mti_slot {
     int failed;
     const void *send;
     void *recv;
+    const size_t *sends, *recvs; /* of an all_to_all_v */
     size_t send_count;
     mt_dtype send_dtype;
     int ordinal; /* the GPU that holds send and recv */
@@ -2709,6 +2725,8 @@ static void mti_publish(const mt_context *ctx, mt_comm *comm, const mti_call *ca
     __atomic_store_n(&slot->inside, inside, __ATOMIC_RELEASE); /* mti_wait_status reads it, then the outbox */
     slot->send = call->send;
     slot->recv = call->recv;
+    slot->sends = call->sends;
+    slot->recvs = call->recvs;
     slot->color = call->color;
     slot->key = call->key;
 }
@@ -2755,9 +2773,11 @@ static void mti_say_call(mti_text *text, const mti_slot *slot) {
         mti_say_blocks(text, root, source);
         break;
     case MT_ALL_GATHER:
+    case MT_ALL_TO_ALL:
         mti_say(text, "%s(count %llu, %s", name, count, dtype);
         mti_say_blocks(text, root, source);
         break;
+    case MT_ALL_TO_ALL_V: mti_say(text, "%s(%s)", name, dtype); break;
     case MT_BROADCAST: mti_say(text, "%s(count %llu, %s, root %d)", name, count, dtype, root); break;
     case MT_SEND: mti_say(text, "%s(count %llu, %s, to rank %d)", name, count, dtype, root); break;
     case MT_RECV: mti_say(text, "%s(count %llu, %s, from rank %d)", name, count, dtype, source); break;
@@ -4150,6 +4170,8 @@ MT_API const char *mt_collective_name(mt_collective kind) {
     case MT_SEND: return "send";
     case MT_RECV: return "recv";
     case MT_BARRIER: return "barrier";
+    case MT_ALL_TO_ALL: return "all_to_all";
+    case MT_ALL_TO_ALL_V: return "all_to_all_v";
     case MT_COLLECTIVE_COUNT: break;
     }
     return "no such collective";
@@ -4183,10 +4205,23 @@ static int mti_has_block(const mti_call *call, int rank) {
     return !call->ranks || (rank >= call->first && rank < call->first + call->ranks);
 }
 
-/* Returns how many blocks a call moves: one, or one for each rank of an all_gather or a reduce_scatter. */
+/* Returns how many blocks a call moves: one, or one for each rank of a call that gathers or scatters. */
 static size_t mti_blocks(const mt_comm *comm, const mti_call *call) {
-    if (call->kind != MT_ALL_GATHER && call->kind != MT_REDUCE_SCATTER) return 1;
+    if (call->kind != MT_ALL_GATHER && call->kind != MT_REDUCE_SCATTER && call->kind != MT_ALL_TO_ALL) return 1;
     return (size_t)(call->ranks ? call->ranks : comm->size);
+}
+
+/* The sum of the first n counts. NULL: each is `count`. */
+static size_t mti_counts_sum(const size_t *counts, size_t count, int n) {
+    size_t sum = 0;
+    int r;
+    if (!counts) return count * (size_t)n;
+    for (r = 0; r < n; r++) sum += counts[r];
+    return sum;
+}
+
+static int mti_is_all_to_all(const mti_call *call) {
+    return call->kind == MT_ALL_TO_ALL || call->kind == MT_ALL_TO_ALL_V;
 }
 
 /* mti_send_elements and mti_recv_elements return the number of elements of this rank's send and receive buffers. */
@@ -4195,6 +4230,7 @@ static size_t mti_send_elements(const mt_comm *comm, const mti_call *call) {
     if (call->kind == MT_BROADCAST && call->root != comm->rank) return 0;
     if (mti_is_p2p(call) && call->root < 0) return 0;
     if (call->kind == MT_REDUCE_SCATTER) return call->count * (size_t)comm->size;
+    if (mti_is_all_to_all(call)) return mti_counts_sum(call->sends, call->count, comm->size);
     return mti_has_block(call, comm->rank) ? call->count : 0;
 }
 
@@ -4202,6 +4238,7 @@ static size_t mti_recv_elements(const mt_comm *comm, const mti_call *call) {
     if (call->kind == MT_BARRIER || call->kind == MT_SEND) return 0;
     if (mti_is_p2p(call)) return call->source < 0 ? 0 : call->recvcount;
     if (call->kind == MT_ALL_GATHER) return call->count * (size_t)comm->size;
+    if (mti_is_all_to_all(call)) return mti_counts_sum(call->recvs, call->count, comm->size);
     return mti_has_block(call, comm->rank) ? call->count : 0;
 }
 
@@ -4245,10 +4282,30 @@ static mt_status mti_check_peers(mt_context *ctx, mt_comm *comm, const mti_call 
     return MT_SUCCESS;
 }
 
+/* Refuses counts that no memory has, and an all_to_all_v whose counts for this rank itself differ. */
+static mt_status mti_check_counts(mt_context *ctx, mt_comm *comm, const mti_call *call, size_t limit) {
+    const char *name = mti_call_name(call->kind);
+    int r;
+    if (call->kind != MT_ALL_TO_ALL_V) return MT_SUCCESS;
+    if (!call->sends || !call->recvs)
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: %s is NULL", name,
+                          call->sends ? "recvcounts" : "sendcounts");
+    for (r = 0; r < comm->size; r++) {
+        const size_t *counts = call->sends[r] > call->recvs[r] ? call->sends : call->recvs;
+        if (counts[r] <= limit) continue;
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: %s[%d] is %zu, more than %d ranks can hold (%zu)", name,
+                          counts == call->sends ? "sendcounts" : "recvcounts", r, counts[r], comm->size, limit);
+    }
+    if (call->sends[comm->rank] == call->recvs[comm->rank]) return MT_SUCCESS;
+    return mti_refuse(ctx, comm, MT_ERR_ARGUMENT,
+                      "mt_%s: rank %d sends %zu elements to itself, and receives %zu from itself", name, comm->rank,
+                      call->sends[comm->rank], call->recvs[comm->rank]);
+}
+
 static mt_status mti_check_count(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t limit = SIZE_MAX / 2 / sizeof(double) / (size_t)comm->size;
     size_t count = call->count > call->recvcount ? call->count : call->recvcount;
-    if (count <= limit) return MT_SUCCESS;
+    if (count <= limit) return mti_check_counts(ctx, comm, call, limit);
     return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: count is %zu, more than %d ranks can hold (%zu)",
                       mti_call_name(call->kind), count, comm->size, limit);
 }
@@ -4640,6 +4697,20 @@ static mt_status mti_move_all_gather(mt_context *ctx, const mt_comm *comm, const
     return MT_SUCCESS;
 }
 
+/* Copies the block for this rank from each send buffer. */
+static mt_status mti_move_all_to_all(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
+    size_t element = mt_dtype_size(call->dtype);
+    int i;
+    for (i = 0; i < comm->size; i++) {
+        int from = (comm->rank + i) % comm->size;
+        const mti_slot *slot = mti_slot_of(comm->group, from);
+        const char *block = (const char *)slot->send + element * mti_counts_sum(slot->sends, call->count, comm->rank);
+        char *to = (char *)call->recv + element * mti_counts_sum(call->recvs, call->count, from);
+        MT_TRY(mti_bytes_copy(ctx, to, block, element * (call->recvs ? call->recvs[from] : call->count)));
+    }
+    return MT_SUCCESS;
+}
+
 static mt_status mti_move_broadcast(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
     return mti_bytes_copy(ctx, call->recv, mti_slot_of(comm->group, call->root)->send,
                           call->count * mt_dtype_size(call->dtype));
@@ -4652,6 +4723,8 @@ static mt_status mti_move(mt_context *ctx, const mt_comm *comm, const mti_call *
     case MT_ALL_GATHER: return mti_move_all_gather(ctx, comm, call);
     case MT_REDUCE_SCATTER: return mti_move_reduce_scatter(ctx, comm, call);
     case MT_BROADCAST: return mti_move_broadcast(ctx, comm, call);
+    case MT_ALL_TO_ALL:
+    case MT_ALL_TO_ALL_V: return mti_move_all_to_all(ctx, comm, call);
     case MTI_GRAPH_LAUNCH: return comm->rank == 0 ? mti_cuda_graph_launch(ctx, call) : MT_SUCCESS;
     default: return MT_SUCCESS;
     }
@@ -4700,8 +4773,9 @@ static size_t mti_pieces_most(const mt_comm *comm, const mti_call *call, size_t 
 /* -- one call -- */
 
 static mt_status mti_alone_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    size_t count = call->sends ? call->sends[0] : call->count;
     (void)comm;
-    return mti_bytes_copy(ctx, call->recv, call->send, call->count * mt_dtype_size(call->dtype));
+    return mti_bytes_copy(ctx, call->recv, call->send, count * mt_dtype_size(call->dtype));
 }
 
 static mti_call mti_call_make(int kind, const void *send, void *recv, size_t count, mt_dtype dtype) {
@@ -4721,14 +4795,16 @@ static mti_call mti_call_make(int kind, const void *send, void *recv, size_t cou
 static void mti_forget_received(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
     size_t block = call->count * mt_dtype_size(call->dtype);
     if (!call->recv) return; /* there is no data, or there are no elements */
-    if (call->kind == MT_ALL_GATHER)
+    if (mti_is_all_to_all(call))
+        mti_notify_forgotten(ctx, call->recv, mti_recv_elements(comm, call) * mt_dtype_size(call->dtype), 0);
+    else if (call->kind == MT_ALL_GATHER)
         mti_notify_forgotten(ctx, (char *)call->recv + (size_t)call->first * block, mti_blocks(comm, call) * block, 0);
     else if (mti_has_block(call, comm->rank)) mti_notify_forgotten(ctx, call->recv, block, 0);
 }
 
 /* Checks, runs and records a collective. Further chunks of a call add to its bytes, but not to the number of calls. */
 static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    size_t elements = call->count;
+    size_t elements;
     MT_TRY(mti_check_call(ctx, comm, call));
     MT_TRY(MTI_HOOK(ctx, collective(ctx, comm, call)));
     MT_TRY(MTI_HOOK(ctx, passed(ctx, comm, mti_call_name(call->kind))));
@@ -4736,7 +4812,7 @@ static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_cal
     MT_TRY((comm->transport->collective)(ctx, comm, call));
     if (call->kind != MT_ALL_REDUCE || call->recv != call->send) mti_forget_received(ctx, comm, call);
     if (comm->size == 1) return MT_SUCCESS;
-    elements *= mti_blocks(comm, call);
+    elements = call->sends ? mti_send_elements(comm, call) : call->count * mti_blocks(comm, call);
     mti_record(comm, (mt_collective)call->kind, elements * mt_dtype_size(call->dtype));
     mti_trace_call(ctx, comm, call, (mt_collective)call->kind, elements * mt_dtype_size(call->dtype));
     comm->ledger.calls[call->kind] -= (uint64_t)call->goes_on;
@@ -4797,6 +4873,21 @@ MT_API mt_status mt_broadcast(mt_context *ctx, mt_comm *comm, const void *sendbu
     mti_call call = mti_call_make(MT_BROADCAST, sendbuf, recvbuf, count, dtype);
     call.root = root;
     return MT_RANGE("broadcast", mti_run_collective(ctx, comm, &call));
+}
+
+MT_API mt_status mt_all_to_all(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
+                               mt_dtype dtype) {
+    mti_call call = mti_call_make(MT_ALL_TO_ALL, sendbuf, recvbuf, count, dtype);
+    return MT_RANGE("all_to_all", mti_run_collective(ctx, comm, &call));
+}
+
+MT_API mt_status mt_all_to_all_v(mt_context *ctx, mt_comm *comm, const void *sendbuf, const size_t *sendcounts,
+                                 void *recvbuf, const size_t *recvcounts, mt_dtype dtype) {
+    mti_call call = mti_call_make(MT_ALL_TO_ALL_V, sendbuf, recvbuf, 0, dtype);
+    call.root = call.source = -1; /* over NCCL, ranks here are those of one pair of counts */
+    call.sends = sendcounts;
+    call.recvs = recvcounts;
+    return MT_RANGE("all_to_all_v", mti_run_collective(ctx, comm, &call));
 }
 
 MT_API mt_status mt_barrier(mt_context *ctx, mt_comm *comm) {
@@ -4949,6 +5040,33 @@ static void mti_meet(mt_comm *comm) {
     if (mti_arrive(comm->group, &generation, 1) == MTI_WAITS) mti_wait_meeting(NULL, comm, generation, 1);
 }
 
+/* Writes that a rank sends another one more or fewer elements of an all_to_all_v than this one receives. */
+static void mti_say_counts(mti_text *text, const mt_comm *comm, int from, size_t sent, int to, size_t received) {
+    text->used = 0;
+    mti_say_call(text, mti_slot_of(comm->group, from));
+    mti_say_where(text, comm);
+    mti_say(text, "rank %d sends %zu elements to rank %d, which receives %zu", from, sent, to, received);
+}
+
+/* Compares the counts of an all_to_all_v. Each rank compares all of them, so all have the same result. After a mismatch
+   they meet again: until then another rank may read the counts of this one. */
+static mt_status mti_compare_counts(mt_context *ctx, mt_comm *comm) {
+    const mti_group *g = comm->group;
+    mti_text text;
+    int from, to;
+    if (!mti_slot_of(g, comm->rank)->sends) return MT_SUCCESS;
+    for (from = 0; from < g->size; from++)
+        for (to = 0; to < g->size; to++) {
+            size_t sent = mti_slot_of(g, from)->sends[to], received = mti_slot_of(g, to)->recvs[from];
+            if (sent == received) continue;
+            mti_say_counts(&text, comm, from, sent, to, received);
+            mti_break_mismatch(ctx, comm, &text);
+            mti_meet(comm);
+            return MT_ERR_MISMATCH;
+        }
+    return MT_SUCCESS;
+}
+
 static void mti_set_inside(mt_comm *comm, int inside) {
     __atomic_store_n(&mti_slot_of(comm->group, comm->rank)->inside, inside, __ATOMIC_RELEASE);
 }
@@ -4981,6 +5099,7 @@ static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call)
         if (outcome != MTI_MET) status = mti_give_up(ctx, comm, outcome, -1, generation);
     }
     if (status == MT_SUCCESS) status = mti_compare(ctx, comm);
+    if (status == MT_SUCCESS) status = mti_compare_counts(ctx, comm);
     if (status == MT_SUCCESS && arrival == MTI_WAITS && mti_turn_is_lost(ctx))
         status = mti_break_failed(ctx, comm, call, MT_ERR_TIMEOUT);
     if (status != MT_SUCCESS) mti_set_inside(comm, MTI_OUTSIDE);
@@ -5629,10 +5748,15 @@ static int mti_said_is_valid(const mti_said *said) {
            (kind == -1 || known || (kind >= (int)MTI_SPLIT && kind <= (int)MTI_GRAPH_LAUNCH));
 }
 
+/* Whether what is said are the counts between two ranks of an all_to_all_v, which is said before them. */
+static int mti_said_is_counts(const mti_said *said) {
+    return (int)(said->what & 255) - 1 == MT_ALL_TO_ALL_V && (said->what >> 24 & 0xffff) != 0;
+}
+
 /* Whether a call is a send or a receive, or both. */
 static int mti_said_is_message(const mti_said *said) {
     int kind = (int)(said->what & 255) - 1;
-    return kind == MT_SEND || kind == MT_RECV || kind == MTI_SEND_RECV;
+    return kind == MT_SEND || kind == MT_RECV || kind == MTI_SEND_RECV || mti_said_is_counts(said);
 }
 
 static mti_said mti_said_of(const mti_message *message) {
@@ -5842,7 +5966,11 @@ static mt_status mti_channel_error(const mt_comm *comm, mti_text *text) {
     text->used = 0;
     switch ((mti_why)b->result.what) {
     case MTI_WHY_DIFFERS: mti_say_mismatch(text, comm); return MT_ERR_MISMATCH;
-    case MTI_WHY_UNLIKE: mti_say_unlike(text, comm, rank, peer); return MT_ERR_MISMATCH;
+    case MTI_WHY_UNLIKE:
+        if (mti_said_is_counts(&calls[rank]) && mti_said_is_counts(&calls[peer]))
+            mti_say_counts(text, comm, rank, (size_t)calls[rank].count, peer, (size_t)calls[peer].recvcount);
+        else mti_say_unlike(text, comm, rank, peer);
+        return MT_ERR_MISMATCH;
     case MTI_WHY_LATE: mti_say_timeout(text, comm, peer); return MT_ERR_TIMEOUT;
     case MTI_WHY_LEFT: mti_say_left(text, comm, rank); return MT_ERR_PEER;
     default: mti_say(text, "%s", (const char *)(calls + comm->size)); return MT_ERR_PEER;
@@ -5962,7 +6090,9 @@ static void mti_pair_match(mti_channel *b, mti_pair *p, const mti_said *said, in
     b->waiting--;
     if (sends) recv = &first;
     else send = &first;
-    if (send->count == recv->recvcount && (send->what >> 8 & 255) == (recv->what >> 8 & 255)) return;
+    if (send->count == recv->recvcount && (send->what >> 8 & 255) == (recv->what >> 8 & 255) &&
+        mti_said_is_counts(send) == mti_said_is_counts(recv))
+        return;
     b->odd_calls[p->from] = *send;
     b->odd_calls[p->to] = *recv;
     mti_channel_decide(b, MTI_WHY_UNLIKE, p->from, p->to, b->odd_calls, "");
@@ -8022,6 +8152,27 @@ static ncclResult_t mti_nccl_blocks(mt_context *ctx, mt_comm *comm, const mti_ca
     return mti_nccl_goes_on(result) ? end : result;
 }
 
+/* Sends each rank its block, and receives one from each rank, also from this one, in one NCCL group. */
+static ncclResult_t mti_nccl_all_to_all(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    ncclDataType_t type = mti_nccl_type(call->dtype);
+    struct ncclComm *handle = comm->nccl.handle;
+    size_t element = mt_dtype_size(call->dtype);
+    const char *from = (const char *)call->send;
+    char *to = (char *)call->recv;
+    ncclResult_t result = ncclSuccess, end;
+    int r;
+    ncclGroupStart();
+    for (r = 0; r < comm->size && mti_nccl_goes_on(result); r++) {
+        size_t send = call->sends ? call->sends[r] : call->count, recv = call->recvs ? call->recvs[r] : call->count;
+        if (send > 0) result = ncclSend(from, send, type, r, handle, ctx->stream);
+        if (recv > 0 && mti_nccl_goes_on(result)) result = ncclRecv(to, recv, type, r, handle, ctx->stream);
+        from += send * element;
+        to += recv * element;
+    }
+    end = ncclGroupEnd();
+    return mti_nccl_goes_on(result) ? end : result;
+}
+
 /* Puts a call into the stream: calls the NCCL function for it. */
 static ncclResult_t mti_nccl_issue(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     ncclDataType_t type = mti_nccl_type(call->dtype);
@@ -8034,6 +8185,8 @@ static ncclResult_t mti_nccl_issue(mt_context *ctx, mt_comm *comm, const mti_cal
         return ncclReduceScatter(call->send, call->recv, call->count, type, op, handle, ctx->stream);
     case MT_ALL_GATHER: return ncclAllGather(call->send, call->recv, call->count, type, handle, ctx->stream);
     case MT_BROADCAST: return ncclBroadcast(call->send, call->recv, call->count, type, call->root, handle, ctx->stream);
+    case MT_ALL_TO_ALL:
+    case MT_ALL_TO_ALL_V: return mti_nccl_all_to_all(ctx, comm, call);
     default: return mti_nccl_pair(ctx, comm, call);
     }
 }
@@ -8126,9 +8279,23 @@ static mt_status mti_nccl_check(mt_context *ctx, mt_comm *comm, const mti_call *
     return mt_cuda_enter(ctx);
 }
 
+/* Tells the channel the counts of an all_to_all_v: for each rank, what it gets and what it sends. */
+static void mti_nccl_tell_counts(mt_comm *comm, const mti_call *call) {
+    mti_call pair = mti_call_make(MT_ALL_TO_ALL_V, NULL, NULL, 0, call->dtype);
+    int r;
+    for (r = 0; r < comm->size && call->sends; r++) {
+        if (r == comm->rank) continue;
+        pair.root = pair.source = r;
+        pair.count = call->sends[r];
+        pair.recvcount = call->recvs[r];
+        mti_channel_append(comm, MTI_MESSAGE_CALL, &pair, NULL);
+    }
+}
+
 /* Begins a call, and tells the channel about it. */
 static mt_status mti_nccl_call_begin(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     mti_channel_append(comm, MTI_MESSAGE_CALL, call, NULL);
+    mti_nccl_tell_counts(comm, call);
     comm->nccl.last = *call;
     MT_TRY(mti_nccl_obey(ctx, comm));
     comm->nccl.number = ++ctx->nccl_calls;
@@ -8730,6 +8897,7 @@ typedef struct mti_link {
     mti_stopwatch watch;      /* measures the time without progress */
     int *world;               /* [size] the rank of each rank in the port */
     mti_request *requests;
+    uint64_t *counts; /* [4 * size] of an all_to_all_v: for each rank those of this one, then those of each rank */
     mti_link_about *about;
     mti_link_message *in, *out; /* in: [size] the header received from each rank; out: this rank's header */
     /* asked: the header of the receiver of this rank's message; other: a header of another kind than this rank waits
@@ -9048,8 +9216,9 @@ static mt_status mti_link_wait(mt_context *ctx, mt_comm *comm) {
 /* -- collectives -- */
 
 /* Returns how many bytes one rank contributes to the call; the same on all ranks. At most MTI_LINK_SMALL bytes travel
-   with the header. */
+   with the header. The data of an all_to_all_v, of which each rank has its own number of bytes, follow its counts. */
 static size_t mti_link_bytes(const mt_comm *comm, const mti_call *call) {
+    if (call->kind == MT_ALL_TO_ALL_V) return SIZE_MAX;
     if (call->kind == MT_BROADCAST || call->kind == MT_ALL_GATHER) return call->count * mt_dtype_size(call->dtype);
     return mti_send_elements(comm, call) * mt_dtype_size(call->dtype);
 }
@@ -9141,6 +9310,59 @@ static mt_status mti_link_reduce(mt_context *ctx, mt_comm *comm, const mti_call 
     return MT_SUCCESS;
 }
 
+/* Tells each rank how many elements this one sends it and receives from it, and compares what the ranks tell. */
+static mt_status mti_link_compare_counts(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    uint64_t *mine = comm->link->counts, *theirs = mine + 2 * comm->size;
+    mti_text text;
+    int i;
+    mti_link_begin(comm);
+    for (i = 1; i < comm->size; i++) {
+        int peer = (comm->rank + i) % comm->size;
+        mine[2 * peer] = call->sends[peer];
+        mine[2 * peer + 1] = call->recvs[peer];
+        mti_link_receive(comm, 2 * i - 2, &theirs[2 * peer], 2 * sizeof *theirs, peer);
+        mti_link_send(comm, 2 * i - 1, &mine[2 * peer], 2 * sizeof *mine, peer, MTI_LINK_DATA);
+    }
+    MT_TRY(mti_link_wait(ctx, comm));
+    for (i = 0; i < comm->size; i++) {
+        size_t sent = (size_t)theirs[2 * i], received = (size_t)theirs[2 * i + 1];
+        if (i == comm->rank || (sent == call->recvs[i] && received == call->sends[i])) continue;
+        if (sent != call->recvs[i]) mti_say_counts(&text, comm, i, sent, comm->rank, call->recvs[i]);
+        else mti_say_counts(&text, comm, comm->rank, call->sends[i], i, received);
+        return mti_link_fail(ctx, comm, MT_ERR_MISMATCH, &text);
+    }
+    return MT_SUCCESS;
+}
+
+/* Sends each rank its block, and receives one from each rank, in chunks of at most MTI_LINK_MESSAGE bytes. */
+static mt_status mti_link_all_to_all(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    size_t element = mt_dtype_size(call->dtype), done, most = MTI_LINK_MESSAGE / element, left = 1;
+    int i;
+    for (done = 0; left > 0; done += most) {
+        left = 0;
+        mti_link_begin(comm);
+        for (i = 0; i < comm->size; i++) {
+            int peer = (comm->rank + i) % comm->size;
+            size_t send = call->sends ? call->sends[peer] : call->count, recv = call->recvs ? call->recvs[peer] : send;
+            const char *from = (const char *)call->send + element * mti_counts_sum(call->sends, call->count, peer);
+            char *to = (char *)call->recv + element * mti_counts_sum(call->recvs, call->count, peer);
+            size_t sends = send > done ? send - done : 0, recvs = recv > done ? recv - done : 0;
+            if (i == 0) {
+                if (done == 0) mti_copy(to, from, send * element);
+                continue;
+            }
+            if (sends > most || recvs > most) left = 1;
+            if (recvs > most) recvs = most;
+            if (sends > most) sends = most;
+            if (recvs) mti_link_receive(comm, comm->link->count, to + done * element, recvs * element, peer);
+            if (sends)
+                mti_link_send(comm, comm->link->count, from + done * element, sends * element, peer, MTI_LINK_DATA);
+        }
+        MT_TRY(mti_link_wait(ctx, comm));
+    }
+    return MT_SUCCESS;
+}
+
 /* In chunks of at most MTI_LINK_MESSAGE bytes of each rank. */
 static mt_status mti_link_all_gather(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t element = mt_dtype_size(call->dtype), most = MTI_LINK_MESSAGE / element, done, mine;
@@ -9192,6 +9414,8 @@ static mt_status mti_link_move(mt_context *ctx, mt_comm *comm, const mti_call *c
         mti_reduce_range(comm, call, 0, call->count, 0);
         return MT_SUCCESS;
     }
+    if (call->kind == MT_ALL_TO_ALL_V) MT_TRY(mti_link_compare_counts(ctx, comm, call));
+    if (mti_is_all_to_all(call)) return mti_link_all_to_all(ctx, comm, call);
     if (call->kind == MT_ALL_GATHER) return mti_link_all_gather(ctx, comm, call);
     if (call->kind == MT_BROADCAST) return mti_link_broadcast(ctx, comm, call);
     return mti_link_reduce(ctx, comm, call);
@@ -9305,6 +9529,7 @@ static void mti_link_free(mti_link *m) {
     if (!m) return;
     free(m->world);
     free(m->requests);
+    free(m->counts);
     free(m->about);
     free(m->reasons);
     free(m->notice_requests);
@@ -9321,12 +9546,14 @@ static mti_link *mti_link_new(int size) {
     if (!m) return NULL;
     m->world = (int *)calloc(n, sizeof *m->world);
     m->requests = (mti_request *)calloc(requests, sizeof *m->requests);
+    m->counts = (uint64_t *)calloc(4 * n, sizeof *m->counts);
     m->about = (mti_link_about *)calloc(requests, sizeof *m->about);
     m->reasons = (mti_link_notice *)calloc(n, sizeof *m->reasons);
     m->notice_requests = (mti_request *)calloc(2 * n, sizeof *m->notice_requests);
     m->in = (mti_link_message *)mti_default_alloc(NULL, (n + 3) * sizeof *m->in, MT_ALIGNMENT);
     m->scratch = (char *)mti_default_alloc(NULL, MTI_LINK_SCRATCH, MT_ALIGNMENT);
-    if (!m->world || !m->requests || !m->about || !m->reasons || !m->notice_requests || !m->in || !m->scratch) {
+    if (!m->world || !m->requests || !m->counts || !m->about || !m->reasons || !m->notice_requests || !m->in ||
+        !m->scratch) {
         mti_link_free(m);
         return NULL;
     }
@@ -14140,9 +14367,10 @@ static mt_status mti_sendbuf_written(mt_context *ctx, const char *where, mt_tens
 static mt_status mti_collective_unknown(mt_context *ctx, const mt_comm *comm, int kind, const char *where,
                                         mt_tensor y) {
     int g = mti_axis_of(ctx->checker, comm, 0);
+    int is_split = kind == MT_REDUCE_SCATTER || kind == MT_ALL_TO_ALL || kind == MT_ALL_TO_ALL_V;
     unsigned char may[MTI_AXES];
     MT_TRY(mti_forget_view(ctx, y));
-    if (g < 0 || !ctx->checker->axes[g].only_group || kind == MT_REDUCE_SCATTER) return MT_SUCCESS;
+    if (g < 0 || !ctx->checker->axes[g].only_group || is_split) return MT_SUCCESS;
     memset(may, MTI_ALL_PLACEMENTS, sizeof may);
     may[g] = 1 << MT_REPLICATED;
     return mti_placement_note(ctx, y, may, 0, where, NULL);
@@ -14192,6 +14420,24 @@ static mt_status mti_sum_of_others(mt_context *ctx, const mt_comm *comm, const m
     return MT_SUCCESS;
 }
 
+/* An all_to_all or all_to_all_v: terms of a sum are not sent. What a rank receives is not known. */
+static mt_status mti_all_to_all_check(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
+    const char *where = call->kind == MT_ALL_TO_ALL ? "mt_all_to_all" : "mt_all_to_all_v";
+    size_t sent = mti_send_elements(comm, call), received = mti_recv_elements(comm, call);
+    mt_tensor x = mti_shaped(ctx->checker, call->send, call->dtype, (int64_t)sent);
+    mt_tensor y = mt_tensor_make(call->recv, call->dtype, 1, (int64_t)received);
+    const mt_operand operand = mti_operand_of("sendbuf", x, MT_ARG_IN);
+    mti_ruling r;
+    if (sent > 0) {
+        mti_ruling_of(&r, ctx->checker, where, &mti_sent_rule, &operand);
+        MT_TRY(mti_slots_check(ctx, &r));
+        MT_TRY(mti_sent_check(ctx, &r));
+    }
+    if (received == 0) return MT_SUCCESS;
+    if (comm->size == 1) return mti_moved(ctx, where, x, mt_tensor_make(call->recv, call->dtype, x.rows, x.cols));
+    return mti_collective_unknown(ctx, comm, call->kind, where, y);
+}
+
 /* A collective of the caller's own. What it makes of memory that is not declared is not known. Data ranks may sum
    losses of other tokens, one by one. */
 static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
@@ -14200,7 +14446,9 @@ static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, cons
     int is_float = mt_dtype_is_float(call->dtype), sums = call->op == MT_SUM && is_float;
     mt_operand from, to;
     mt_tensor x, y;
-    if (!mt_check_mode(ctx) || call->count == 0 || call->kind == MT_BARRIER) return MT_SUCCESS;
+    if (!mt_check_mode(ctx)) return MT_SUCCESS;
+    if (mti_is_all_to_all(call)) return mti_all_to_all_check(ctx, comm, call);
+    if (call->count == 0 || call->kind == MT_BARRIER) return MT_SUCCESS;
     if (call->kind == MT_BROADCAST && comm->size > 1) return mti_broadcast_check(ctx, comm, call);
     x = mti_shaped(ctx->checker, call->send, call->dtype,
                    (int64_t)call->count * (call->kind == MT_REDUCE_SCATTER ? comm->size : 1));

@@ -1397,6 +1397,8 @@ static void test_a_partial_sum_does_not_travel(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_PARTIAL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_send|sendbuf is partial over \"tensor\"|mt_reduce_from_tensor_region_forward",
             mt_send(r.ctx, r.grid.pp, x.data, 16, MT_F32, 1));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_all_to_all: sendbuf is partial over \"tensor\"",
+            mt_all_to_all(r.ctx, r.grid.pp, x.data, dx.data, 8, MT_F32));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_silu_backward(r.ctx, gate, x, dx));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_send|sendbuf is partial over \"tensor\"|mt_copy_to_tensor_region_backward",
             mt_send(r.ctx, r.grid.pp, dx.data, 16, MT_F32, 1));
@@ -1580,6 +1582,8 @@ static void test_what_is_sent_was_written(void **state) {
                         mt_reduce_scatter(r.ctx, group, x.data, mine, 16 / n, MT_F32, MT_SUM));
                 REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_all_gather: nothing has written sendbuf",
                         mt_all_gather(r.ctx, group, (float *)x.data + 12, mine, 4, MT_F32));
+                REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_all_to_all: nothing has written sendbuf",
+                        mt_all_to_all(r.ctx, group, x.data, mine, 16 / n, MT_F32));
             }
             mt_check_pause(r.ctx);
             ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.grid.pp, x.data, mine, 16, MT_F32, MT_SUM));

@@ -174,9 +174,45 @@ static mt_status try_broadcast(experiment *e) {
     return MT_SUCCESS;
 }
 
+static mt_status try_all_to_all(experiment *e) {
+    size_t all = e->count * (size_t)e->ranks;
+    int r;
+    fill(e->a, e->dtype, e->salt, e->rank, all);
+    MT_TRY(mt_all_to_all(e->ctx, e->comm, e->a, e->b, e->count, e->dtype));
+    for (r = 0; r < e->ranks; r++)
+        CHECK(is_input((char *)e->b + e->count * (size_t)r * e->element, e->dtype, e->salt, r,
+                       e->count * (size_t)e->rank, e->count));
+    CHECK(is_input(e->a, e->dtype, e->salt, e->rank, 0, all));
+    return MT_SUCCESS;
+}
+
+/* The elements that a rank sends another one: at most e->count, none for one pair in four. */
+static size_t count_of(const experiment *e, int from, int to) {
+    uint64_t w = word(e->salt + 77, from, (size_t)to);
+    return w % 4 == 0 ? 0 : (size_t)(w >> 8) % (e->count + 1);
+}
+
+/* The buffers end behind the last block. */
+static mt_status try_all_to_all_v(experiment *e) {
+    size_t sends[8], recvs[8], first = 0, skip = 0;
+    int r, s;
+    for (r = 0; r < e->ranks; r++) sends[r] = count_of(e, e->rank, r), first += sends[r];
+    for (r = 0; r < e->ranks; r++) recvs[r] = count_of(e, r, e->rank);
+    fill(e->a, e->dtype, e->salt, e->rank, first);
+    MT_TRY(mt_all_to_all_v(e->ctx, e->comm, e->a, sends, e->b, recvs, e->dtype));
+    CHECK(is_input(e->a, e->dtype, e->salt, e->rank, 0, first));
+    for (r = 0, first = 0; r < e->ranks; first += recvs[r++]) {
+        for (s = 0, skip = 0; s < e->rank; s++) skip += count_of(e, r, s);
+        CHECK(is_input((char *)e->b + first * e->element, e->dtype, e->salt, r, skip, recvs[r]));
+    }
+    return MT_SUCCESS;
+}
+
 static mt_status try_everything(experiment *e) {
     e->salt++;
     MT_TRY(try_all_gather(e));
+    if (!e->in_place) MT_TRY(try_all_to_all(e));
+    if (!e->in_place) MT_TRY(try_all_to_all_v(e));
     MT_TRY(try_broadcast(e));
     if (e->dtype == MT_U8) return MT_SUCCESS;
     MT_TRY(try_all_reduce(e, MT_SUM));
@@ -294,15 +330,56 @@ static void test_max_keeps_nan(void **state) {
     assert_int_equal(run_ranks(5, nan_rank, NULL), MT_SUCCESS);
 }
 
+/* ---- refused all_to_all ------------------------------------------------------------------------------------------ */
+
+static mt_status refuse(mt_context *ctx, mt_status status, const char *words) {
+    CHECK(status == MT_ERR_ARGUMENT && strstr(mt_last_error(ctx), words));
+    return MT_SUCCESS;
+}
+
+/* A rank that is refused has not joined the call, and may call again. */
+static mt_status argument_rank(mt_comm *world, void *user) {
+    mt_context_desc d = small();
+    size_t rank = (size_t)mt_comm_rank(world), ones[2] = {1, 1}, own[2] = {1, 1}, huge[2] = {SIZE_MAX / 2, 1};
+    float a[4] = {1, 2, 3, 4}, b[4] = {0};
+    mt_context *ctx;
+    (void)user;
+    own[rank] = 2;
+    MT_TRY(mt_context_create(world, &d, &ctx));
+    MT_TRY(refuse(ctx, mt_all_to_all_v(ctx, world, a, NULL, b, ones, MT_F32), "mt_all_to_all_v: sendcounts is NULL"));
+    MT_TRY(refuse(ctx, mt_all_to_all_v(ctx, world, a, ones, b, NULL, MT_F32), "mt_all_to_all_v: recvcounts is NULL"));
+    MT_TRY(refuse(ctx, mt_all_to_all_v(ctx, world, a, own, b, ones, MT_F32),
+                  " sends 2 elements to itself, and receives 1"));
+    MT_TRY(refuse(ctx, mt_all_to_all_v(ctx, world, a, ones, b, huge, MT_F32),
+                  "recvcounts[0] is 9223372036854775807, more"));
+    MT_TRY(refuse(ctx, mt_all_to_all_v(ctx, world, NULL, ones, b, ones, MT_F32), "sendbuf is NULL, count is 2"));
+    MT_TRY(refuse(ctx, mt_all_to_all(ctx, world, a, a, 2, MT_F32), "overlap"));
+    MT_TRY(refuse(ctx, mt_all_to_all(ctx, world, a, a + 2, 2, MT_F32), "overlap"));
+    MT_TRY(refuse(ctx, mt_all_to_all(ctx, world, a, b, SIZE_MAX / 2, MT_F32), "count is "));
+    MT_TRY(mt_all_to_all(ctx, world, a, b, 2, MT_F32));
+    CHECK(b[0] == a[2 * rank] && b[3] == a[2 * rank + 1]);
+    mt_context_destroy(ctx);
+    return MT_SUCCESS;
+}
+
+static void test_all_to_all_arguments(void **state) {
+    (void)state;
+    assert_int_equal(run_ranks(2, argument_rank, NULL), MT_SUCCESS);
+}
+
 /* ---- ledger, meta ------------------------------------------------------------------------------------------------ */
 
 static mt_status everything_once(mt_context *ctx, mt_comm *comm, void *a, void *b) {
-    int size = mt_comm_size(comm), rank = mt_comm_rank(comm);
+    int size = mt_comm_size(comm), rank = mt_comm_rank(comm), r;
+    size_t sends[8] = {0}, recvs[8] = {0};
     MT_TRY(mt_all_reduce(ctx, comm, a, a, 10, MT_F32, MT_SUM));
     MT_TRY(mt_all_reduce(ctx, comm, a, b, 5, MT_I32, MT_MAX));
     MT_TRY(mt_all_gather(ctx, comm, a, b, 7, MT_F32));
     MT_TRY(mt_reduce_scatter(ctx, comm, a, b, 3, MT_F32, MT_SUM));
     MT_TRY(mt_broadcast(ctx, comm, a, b, 9, MT_U8, 0));
+    MT_TRY(mt_all_to_all(ctx, comm, a, b, 2, MT_BF16));
+    for (r = 0; r < size; r++) sends[r] = (size_t)(rank + 1), recvs[r] = (size_t)(r + 1);
+    MT_TRY(mt_all_to_all_v(ctx, comm, a, sends, b, recvs, MT_F16));
     MT_TRY(mt_barrier(ctx, comm));
     MT_TRY(mt_send_recv(ctx, comm, a, 6, (rank + 1) % size, b, 6, (rank + size - 1) % size, MT_F32));
     if (size == 1) return MT_SUCCESS;
@@ -321,6 +398,8 @@ static mt_status check_ledger(const mt_comm *comm) {
     CHECK(l.calls[MT_ALL_GATHER] == 1 && l.bytes[MT_ALL_GATHER] == n * 28);
     CHECK(l.calls[MT_REDUCE_SCATTER] == 1 && l.bytes[MT_REDUCE_SCATTER] == n * 12);
     CHECK(l.calls[MT_BROADCAST] == 1 && l.bytes[MT_BROADCAST] == 9);
+    CHECK(l.calls[MT_ALL_TO_ALL] == 1 && l.bytes[MT_ALL_TO_ALL] == n * 4);
+    CHECK(l.calls[MT_ALL_TO_ALL_V] == 1 && l.bytes[MT_ALL_TO_ALL_V] == n * (rank + 1) * 2);
     CHECK(l.calls[MT_BARRIER] == 1 && l.bytes[MT_BARRIER] == 0);
     CHECK(l.calls[MT_SEND] == 1 + (rank == 0) && l.bytes[MT_SEND] == 24 + (rank == 0 ? 2 : 0));
     CHECK(l.calls[MT_RECV] == 1 + (rank == 1) && l.bytes[MT_RECV] == 24 + (rank == 1 ? 2 : 0));
@@ -1753,6 +1832,7 @@ int main(void) {
         cmocka_unit_test(test_collectives),
         cmocka_unit_test(test_tree_order),
         cmocka_unit_test(test_max_keeps_nan),
+        cmocka_unit_test(test_all_to_all_arguments),
         cmocka_unit_test(test_ledger),
         cmocka_unit_test(test_meta),
         cmocka_unit_test(test_meta_alone),

@@ -247,6 +247,32 @@ static mt_status message(rank_state *s, const call *c) {
     return edges(s->a, data, bytes);
 }
 
+/* The elements that a rank sends another one: c->count, or with `in_place` a number of its own for each pair. */
+static size_t block_of(const call *c, int from, int to) {
+    return c->in_place ? (size_t)(number(c->salt, from, (size_t)to) % (c->count + 1)) : c->count;
+}
+
+static mt_status all_to_all(rank_state *s, const call *c) {
+    size_t sends[RANKS], recvs[RANKS], sent = 0, received = 0, at = 0;
+    int size = c->g->size, rank = c->g->rank, me = c->g->member[rank];
+    for (int r = 0; r < size; r++) {
+        sent += sends[r] = block_of(c, rank, r);
+        received += recvs[r] = block_of(c, r, rank);
+    }
+    unsigned char *send = place(s->a, c, sent * c->element, 0), *recv = place(s->b, c, received * c->element, 4);
+    fill(c, send, me, sent);
+    if (c->in_place) MT_TRY(mt_all_to_all_v(s->ctx, c->g->comm, send, sends, recv, recvs, c->dtype));
+    else MT_TRY(mt_all_to_all(s->ctx, c->g->comm, send, recv, c->count, c->dtype));
+    for (int r = 0; r < size; at += recvs[r++]) {
+        size_t first = 0;
+        for (int to = 0; to < rank; to++) first += block_of(c, r, to);
+        MT_TRY(holds(c, recv + at * c->element, c->g->member[r], first, recvs[r]));
+    }
+    MT_TRY(holds(c, send, me, 0, sent));
+    MT_TRY(edges(s->a, send, sent * c->element));
+    return edges(s->b, recv, received * c->element);
+}
+
 static mt_status one_call(rank_state *s, const call *c, int kind) {
     switch (kind) {
     case 0: return all_reduce(s, c);
@@ -255,6 +281,7 @@ static mt_status one_call(rank_state *s, const call *c, int kind) {
     case 3: return broadcast(s, c);
     case 4: return send_recv(s, c);
     case 5: return message(s, c);
+    case 6: return all_to_all(s, c);
     default: return mt_barrier(s->ctx, c->g->comm);
     }
 }
@@ -326,7 +353,7 @@ static void linger(uint64_t lots) {
 
 static mt_status one_step(rank_state *s) {
     uint64_t salt = test_random(&s->shared), how = test_random(&s->shared);
-    int kind = (int)(how % 7), slot = (int)((how >> 8) % SLOTS), reduces = kind < 2;
+    int kind = (int)(how % 8), slot = (int)((how >> 8) % SLOTS), reduces = kind < 2;
     call c;
     memset(&c, 0, sizeof c);
     c.g = &s->groups[slot];

@@ -1860,7 +1860,7 @@ static void test_copy_rows(void **state) {
 
 #define RANKS_MAX 8
 #define COUNT 48 /* a multiple of 1, 2, 3, 4 and 8 */
-#define KINDS 7
+#define KINDS 8
 
 typedef struct gathering {
     mt_device device;
@@ -1894,6 +1894,7 @@ static mt_status collectives_of(mt_comm *world, mt_context *ctx, gathering *g) {
             MT_TRY(mt_send_recv(ctx, world, x.data, COUNT, (rank + 1) % ranks, y.data, COUNT,
                                 (rank + ranks - 1) % ranks, g->dtype));
             break;
+        case 6: MT_TRY(mt_all_to_all(ctx, world, x.data, y.data, (size_t)(COUNT / ranks), g->dtype)); break;
         default:
             out = mt_tensor_make(y.data, type, 4, COUNT / 4 * ranks);
             MT_TRY(mt_gather_from_tensor_region(ctx, world, mt_tensor_make(x.data, type, 4, COUNT / 4), out));

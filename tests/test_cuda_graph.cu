@@ -308,6 +308,8 @@ static mt_status talk_do(mt_context *ctx, const talk *t) {
     MT_TRY(talk_chain(ctx, t, 5));
     MT_TRY(mt_all_gather(ctx, t->half, z, talk_block(t, 6), COUNT, MT_F32));
     MT_TRY(talk_mix(ctx, t, 6));
+    MT_TRY(mt_all_to_all(ctx, t->half, z, talk_block(t, 6), COUNT / RANKS_MAX, MT_F32));
+    MT_TRY(talk_mix(ctx, t, 6));
     MT_TRY(mt_all_gather(ctx, t->world, z, talk_block(t, 6 + RANKS_MAX), COUNT, MT_F32));
     return mt_all_reduce(ctx, t->world, t->y.data, t->y.data, BLOCKS * COUNT, MT_F32, MT_SUM);
 }

@@ -241,20 +241,15 @@ typedef enum what {
     BROADCAST,
     RING,
     CHAIN,
+    BLOCKS,
+    COUNTS,
     SELF,
     WHATS
 } what;
-static const char *const what_names[] = {"all_reduce, sum",
-                                         "all_reduce, max",
-                                         "reduce_scatter, sum",
-                                         "reduce_scatter, max",
-                                         "reduce_scatter in chunks",
-                                         "all_gather",
-                                         "all_gather in chunks",
-                                         "broadcast",
-                                         "send_recv",
-                                         "send and recv",
-                                         "send_recv to oneself"};
+static const char *const what_names[] = {
+    "all_reduce, sum", "all_reduce, max",      "reduce_scatter, sum", "reduce_scatter, max", "reduce_scatter in chunks",
+    "all_gather",      "all_gather in chunks", "broadcast",           "send_recv",           "send and recv",
+    "all_to_all",      "all_to_all_v",         "send_recv to oneself"};
 #define TYPES 5 /* MT_F32 to MT_U8 */
 
 typedef struct results {
@@ -304,6 +299,18 @@ static mt_status rows_call(mt_context *ctx, mt_comm *comm, int w, mt_dtype dtype
     return MT_SUCCESS;
 }
 
+/* The elements that a rank sends another one: up to COUNT, also none. */
+static size_t count_of(int from, int to) { return (size_t)((5 * from + 11 * to + 1) % 4 * COUNT / 3); }
+
+static mt_status counts_call(mt_context *ctx, mt_comm *comm, mt_dtype dtype, const void *send, void *recv) {
+    size_t sends[RANKS_MAX], recvs[RANKS_MAX];
+    for (int r = 0; r < mt_comm_size(comm); r++) {
+        sends[r] = count_of(mt_comm_rank(comm), r);
+        recvs[r] = count_of(r, mt_comm_rank(comm));
+    }
+    return mt_all_to_all_v(ctx, comm, send, sends, recv, recvs, dtype);
+}
+
 static mt_status one_call(mt_context *ctx, mt_comm *comm, int w, mt_dtype dtype, const void *send, void *recv) {
     int rank = mt_comm_rank(comm), ranks = mt_comm_size(comm), next = (rank + 1) % ranks,
         before = (rank + ranks - 1) % ranks;
@@ -319,6 +326,8 @@ static mt_status one_call(mt_context *ctx, mt_comm *comm, int w, mt_dtype dtype,
     case BROADCAST: return mt_broadcast(ctx, comm, send, recv, COUNT, dtype, ranks - 1);
     case RING: return mt_send_recv(ctx, comm, send, COUNT, next, recv, COUNT, before, dtype);
     case CHAIN: return chain(ctx, comm, send, recv, dtype);
+    case BLOCKS: return mt_all_to_all(ctx, comm, send, recv, COUNT, dtype);
+    case COUNTS: return counts_call(ctx, comm, dtype, send, recv);
     default: return mt_send_recv(ctx, comm, send, COUNT, rank, recv, COUNT, rank, dtype);
     }
 }
@@ -355,7 +364,7 @@ static mt_status one_case(mt_context *ctx, mt_comm *comm, int w, mt_dtype dtype,
 }
 
 static int skipped(int w, mt_dtype dtype, int in_place) {
-    return (reduces(w) && dtype == MT_U8) || (in_place && (w == RING || w == CHAIN));
+    return (reduces(w) && dtype == MT_U8) || (in_place && w >= RING && w <= COUNTS);
 }
 
 static mt_status all_cases(job *j, mt_context *ctx, mt_comm *comm) {
@@ -797,13 +806,18 @@ static long host_waits(void) {
 
 /* Element i of the result when each rank sends `base` + its number. SELF: a ring in the other direction. */
 static float sent_by_ranks(int w, int rank, int ranks, int i, float base) {
+    int from = 0, end = 0;
     switch (w) {
     case REDUCE_SUM:
     case SCATTER_SUM: return (float)ranks * base + (float)(ranks * (ranks - 1) / 2);
     case REDUCE_MAX:
     case SCATTER_MAX:
     case BROADCAST: return base + (float)(ranks - 1);
+    case BLOCKS:
     case GATHER: return base + (float)(i / COUNT);
+    case COUNTS:
+        while (from < ranks && (end += (int)count_of(from, rank)) <= i) from++;
+        return from < ranks ? base + (float)from : -1.0f;
     case SELF: return base + (float)((rank + 1) % ranks);
     case CHAIN: return rank > 0 ? base + (float)(rank - 1) : -1.0f;
     default: return base + (float)((rank + ranks - 1) % ranks);
@@ -831,7 +845,7 @@ static mt_status run_ahead_once(mt_context *ctx, mt_comm *comm, int w, int besid
     MT_TRY(mt_fill(ctx, x, 9999.0f));
     MT_TRY(mt_context_synchronize(ctx));
     MT_TRY(mt_download(ctx, y, back));
-    for (int i = 0; i < (w == GATHER ? ranks * COUNT : COUNT); i++)
+    for (int i = 0; i < (w == GATHER || w == BLOCKS || w == COUNTS ? ranks * COUNT : COUNT); i++)
         CHECK(back[i] == sent_by_ranks(w, rank, ranks, i, base));
     return MT_SUCCESS;
 }
@@ -937,14 +951,14 @@ static void pause_for(double seconds) {
     while (mti_now() < start + seconds) mti_rest(1, 1e-3);
 }
 
-/* One rank makes 59 calls of NCCL. In invariant mode 18 of them are missing: the sums of floats, which the library adds
+/* One rank makes 79 calls of NCCL. In invariant mode 18 of them are missing: the sums of floats, which the library adds
    itself. */
 static void test_one_rank_collectives(void **state) {
     (void)state;
     for (int invariant = 0; invariant <= 8; invariant += 8) {
         int before = nccl_calls();
         collectives(FROM_ID, FROM_NONBLOCKING, invariant, 1);
-        expect_calls(before, 3 * (invariant ? 41 : 59));
+        expect_calls(before, 3 * (invariant ? 61 : 79));
     }
 }
 
@@ -1697,6 +1711,7 @@ typedef enum odd {
     ODD_ROOT, /* the others call broadcast(count 4, f32, root 0) */
     ODD_SPLIT,
     ODD_MESSAGE,  /* rank 0 sends 4 floats to rank 1, which receives 3 */
+    ODD_COUNTS,   /* the same in an all_to_all_v */
     ODD_RECORDED, /* in a graph */
     ODD_STUCK,
     ODD_LEAVES,
@@ -1717,6 +1732,11 @@ static mt_status odd_call(mt_context *ctx, mt_comm *comm, odd what, void *x) {
     if (what == ODD_MESSAGE) {
         if (rank == 0) return mt_send(ctx, comm, x, 4, MT_F32, 1);
         return is_odd ? mt_recv(ctx, comm, x, 3, MT_F32, 0) : mt_barrier(ctx, comm);
+    }
+    if (what == ODD_COUNTS) {
+        size_t sends[3] = {4, 4, 4}, recvs[3] = {(size_t)(is_odd ? 3 : 4), 4, 4};
+        MT_TRY(mt_all_to_all_v(ctx, comm, x, sends, (float *)x + 12, recvs, MT_F32));
+        return mt_barrier(ctx, comm); /* over NCCL, rank 2 may have had its blocks */
     }
     if (what == ODD_ROOT) return mt_broadcast(ctx, comm, x, x, 4, MT_F32, is_odd);
     if (what == ODD_EXTRA && !is_odd) return MT_SUCCESS;
@@ -1806,6 +1826,7 @@ static void test_odd_calls(void **state) {
         ": ranks 0, 2 called broadcast(count 4, f32, root 0), rank 1 called broadcast(count 4, f32, root 1)",
         "rank 1 called split",
         "recv on \"world\" (3 ranks): rank 0 called send(count 4, f32, to rank 1), rank 1 called recv(count 3, ",
+        "all_to_all_v(f32) on \"world\" (3 ranks): rank 0 sends 4 elements to rank 1, which receives 3",
         ": ranks 0, 2 called all_reduce(count 4, f32, sum), rank 1 called all_reduce(count 3, f32, sum)",
         " s for rank 1, whose last call here was barrier",
         "all_reduce(count 4, f32, sum) on \"world\" (3 ranks): rank 1 has left the group",
@@ -1816,7 +1837,7 @@ static void test_odd_calls(void **state) {
         for (int how = FOR_DEVICE; how < WAYS; how++) {
             double timeout = what == ODD_STUCK ? SHORT : TEST_NEVER_OVER; /* SHORT: a slow rank needs a longer one */
             /* the first messages, and those of a maximum, wait for ever inside a blocking communicator of the caller */
-            if (how == FROM_CALLER && (what == ODD_OP || what == ODD_MESSAGE)) continue;
+            if (how == FROM_CALLER && (what == ODD_OP || what == ODD_MESSAGE || what == ODD_COUNTS)) continue;
             while (!odd_is_told((odd)what, how, timeout, words[what], 2 * timeout >= LONG)) timeout *= 2;
         }
     }

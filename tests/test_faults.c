@@ -124,11 +124,15 @@ enum {
     OTHER_SCATTER,
     OTHER_BLOCKS,
     OTHER_SUMS,
+    OTHER_ALL_TO_ALL,
+    OTHER_SENT,
+    OTHER_RECEIVED,
     BARRIER_INSTEAD,
     SPLIT_INSTEAD
 };
 
 static mt_status differ(mt_context *ctx, mt_comm *comm, int kind, void *a, void *b) {
+    size_t sends[4] = {4, 4, 4, 4}, recvs[4] = {4, 4, 4, 4};
     mt_comm *out;
     int odd = mt_comm_rank(comm) == 1;
     switch (kind) {
@@ -146,6 +150,13 @@ static mt_status differ(mt_context *ctx, mt_comm *comm, int kind, void *a, void 
     case OTHER_SUMS:
         return mt_reduce_scatter_ranks_to_sequence_region(ctx, comm, mt_tensor_f32(a, mt_comm_size(comm), 4),
                                                           mt_tensor_f32(b, 1, 4), odd ? 1 : 0, 1);
+    case OTHER_ALL_TO_ALL: return mt_all_to_all(ctx, comm, a, b, odd ? 3 : 2, MT_F32);
+    case OTHER_SENT:
+        if (odd) sends[0] = 3;
+        return mt_all_to_all_v(ctx, comm, a, sends, b, recvs, MT_F32);
+    case OTHER_RECEIVED:
+        if (odd) recvs[0] = 5;
+        return mt_all_to_all_v(ctx, comm, a, sends, b, recvs, MT_F32);
     case BARRIER_INSTEAD: return odd ? mt_barrier(ctx, comm) : mt_all_reduce(ctx, comm, a, b, 0, MT_F32, MT_SUM);
     default: return odd ? mt_comm_split(comm, 0, 0, &out) : mt_barrier(ctx, comm);
     }
@@ -181,6 +192,9 @@ static void test_different_calls(void **state) {
         {"called all_gather(count 4, f32, block of rank 0)", "rank 1 called all_gather(count 4, f32, block of rank 1)"},
         {"called reduce_scatter(count 4, f32, sum, block of rank 0)",
          "rank 1 called reduce_scatter(count 4, f32, sum, block of rank 1)"},
+        {"called all_to_all(count 2, f32)", "rank 1 called all_to_all(count 3, f32)"},
+        {"all_to_all_v(f32) on \"world\"", "rank 1 sends 3 elements to rank 0, which receives 4"},
+        {"all_to_all_v(f32) on \"world\"", "rank 0 sends 4 elements to rank 1, which receives 5"},
         {"called all_reduce(count 0, f32, sum)", "rank 1 called barrier"},
         {"called barrier", "rank 1 called split"},
     };
@@ -196,7 +210,7 @@ static void test_different_calls(void **state) {
                 assert_string_equal(f.text2[r], f.text2[0]);
                 assert_said(f.text2[r], said[kind][0]);
                 assert_said(f.text2[r], said[kind][1]);
-                assert_said(f.text2[r], who[ranks - 2]);
+                if (kind != OTHER_SENT && kind != OTHER_RECEIVED) assert_said(f.text2[r], who[ranks - 2]);
             }
         }
     }

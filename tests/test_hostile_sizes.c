@@ -304,9 +304,13 @@ static void call_collectives(hostile *h, int64_t a, int64_t b, int64_t c) {
     int ranks = mt_comm_size(comm);
     int64_t all = times(a, ranks), wide = times(b, ranks);
     size_t count = h->meta || (c >= 0 && c <= SIDE) ? (size_t)c : 0;
+    static size_t counts[1024];
+    for (int r = 0; r < ranks && r < 1024; r++) counts[r] = count;
     said(h, mt_all_reduce(h->ctx, comm, h->memory[0], h->memory[0], count, MT_F32, MT_SUM));
     said(h, mt_all_gather(h->ctx, comm, h->memory[0], h->memory[1], count, MT_F32));
     said(h, mt_reduce_scatter(h->ctx, comm, h->memory[0], h->memory[1], count, MT_F32, MT_SUM));
+    said(h, mt_all_to_all(h->ctx, comm, h->memory[0], h->memory[1], count, MT_F32));
+    if (ranks <= 1024) said(h, mt_all_to_all_v(h->ctx, comm, h->memory[0], counts, h->memory[1], counts, MT_F32));
     said(h, mt_broadcast(h->ctx, comm, h->memory[0], h->memory[0], count, MT_F32, int_of(h, 0)));
     if (h->meta) said(h, mt_send(h->ctx, comm, h->memory[0], count, MT_F32, int_of(h, 0)));
     if (h->meta) said(h, mt_recv(h->ctx, comm, h->memory[0], count, MT_F32, int_of(h, 0)));

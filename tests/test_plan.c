@@ -590,6 +590,10 @@ static void test_collectives(void **state) {
         {MT_ALL_REDUCE, 4, 4, 2 * 0.75 / 0.5 + 4e-3}, /* 1 rank of a node: a quarter of 2 GB/s */
         {MT_ALL_GATHER, 2, 8, 0.5 / 0.5 + 1e-3},
         {MT_SEND, 2, 4, 1 / 0.5 + 1e-3},
+        {MT_ALL_TO_ALL, 4, 1, 0.75 + 1e-4},
+        {MT_ALL_TO_ALL_V, 3, 1, 2.0 / 3 + 1e-4},
+        {MT_ALL_TO_ALL, 8, 1, 4.0 / 8 / 0.5 + 1e-3},   /* half of the blocks leave the node; a rank has 0.5 GB/s */
+        {MT_ALL_TO_ALL_V, 4, 4, 3.0 / 4 / 0.5 + 1e-3}, /* all but the own one do */
     };
     mt_machine *m, *alone;
     test_rank r;

@@ -191,6 +191,7 @@ static mt_status reductions(mt_context *ctx, mt_comm *comm, arrays *x, mt_dtype 
 static mt_status copies(mt_context *ctx, mt_comm *comm, arrays *x, mt_dtype dtype, size_t n, uint64_t *hash) {
     size_t bytes = n * mt_dtype_size(dtype), all = bytes * (size_t)mt_comm_size(comm);
     int rank = mt_comm_rank(comm), size = mt_comm_size(comm), next = (rank + 1) % size, last = (rank + size - 1) % size;
+    size_t sends[SOCKETS_RANKS], recvs[SOCKETS_RANKS];
     fill(x, dtype, rank);
     MT_TRY(mt_all_gather(ctx, comm, x->a, x->b, n, dtype));
     hash_bytes(hash, x->b, all);
@@ -207,6 +208,12 @@ static mt_status copies(mt_context *ctx, mt_comm *comm, arrays *x, mt_dtype dtyp
     fill(x, dtype, rank);
     MT_TRY(mt_send_recv(ctx, comm, x->a, n, next, x->b, n, last, dtype));
     hash_bytes(hash, x->b, bytes);
+    MT_TRY(mt_all_to_all(ctx, comm, x->a, x->b, n, dtype));
+    hash_bytes(hash, x->b, all);
+    for (int r = 0; r < size; r++)
+        sends[r] = n * (size_t)(rank + 2 * r) % 5 / 4, recvs[r] = n * (size_t)(r + 2 * rank) % 5 / 4;
+    MT_TRY(mt_all_to_all_v(ctx, comm, x->a, sends, x->b, recvs, dtype));
+    hash_bytes(hash, x->b, all);
     if (rank % 2) MT_TRY(mt_send(ctx, comm, x->a, n, dtype, rank - 1));
     else MT_TRY(mt_recv(ctx, comm, x->b, n, dtype, rank + 1));
     hash_bytes(hash, x->b, bytes);

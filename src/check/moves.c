@@ -204,9 +204,10 @@ static mt_status mti_sendbuf_written(mt_context *ctx, const char *where, mt_tens
 static mt_status mti_collective_unknown(mt_context *ctx, const mt_comm *comm, int kind, const char *where,
                                         mt_tensor y) {
     int g = mti_axis_of(ctx->checker, comm, 0);
+    int is_split = kind == MT_REDUCE_SCATTER || kind == MT_ALL_TO_ALL || kind == MT_ALL_TO_ALL_V;
     unsigned char may[MTI_AXES];
     MT_TRY(mti_forget_view(ctx, y));
-    if (g < 0 || !ctx->checker->axes[g].only_group || kind == MT_REDUCE_SCATTER) return MT_SUCCESS;
+    if (g < 0 || !ctx->checker->axes[g].only_group || is_split) return MT_SUCCESS;
     memset(may, MTI_ALL_PLACEMENTS, sizeof may);
     may[g] = 1 << MT_REPLICATED;
     return mti_placement_note(ctx, y, may, 0, where, NULL);
@@ -256,6 +257,24 @@ static mt_status mti_sum_of_others(mt_context *ctx, const mt_comm *comm, const m
     return MT_SUCCESS;
 }
 
+/* An all_to_all or all_to_all_v: terms of a sum are not sent. What a rank receives is not known. */
+static mt_status mti_all_to_all_check(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
+    const char *where = call->kind == MT_ALL_TO_ALL ? "mt_all_to_all" : "mt_all_to_all_v";
+    size_t sent = mti_send_elements(comm, call), received = mti_recv_elements(comm, call);
+    mt_tensor x = mti_shaped(ctx->checker, call->send, call->dtype, (int64_t)sent);
+    mt_tensor y = mt_tensor_make(call->recv, call->dtype, 1, (int64_t)received);
+    const mt_operand operand = mti_operand_of("sendbuf", x, MT_ARG_IN);
+    mti_ruling r;
+    if (sent > 0) {
+        mti_ruling_of(&r, ctx->checker, where, &mti_sent_rule, &operand);
+        MT_TRY(mti_slots_check(ctx, &r));
+        MT_TRY(mti_sent_check(ctx, &r));
+    }
+    if (received == 0) return MT_SUCCESS;
+    if (comm->size == 1) return mti_moved(ctx, where, x, mt_tensor_make(call->recv, call->dtype, x.rows, x.cols));
+    return mti_collective_unknown(ctx, comm, call->kind, where, y);
+}
+
 /* A collective of the caller's own. What it makes of memory that is not declared is not known. Data ranks may sum
    losses of other tokens, one by one. */
 static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
@@ -264,7 +283,9 @@ static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, cons
     int is_float = mt_dtype_is_float(call->dtype), sums = call->op == MT_SUM && is_float;
     mt_operand from, to;
     mt_tensor x, y;
-    if (!mt_check_mode(ctx) || call->count == 0 || call->kind == MT_BARRIER) return MT_SUCCESS;
+    if (!mt_check_mode(ctx)) return MT_SUCCESS;
+    if (mti_is_all_to_all(call)) return mti_all_to_all_check(ctx, comm, call);
+    if (call->count == 0 || call->kind == MT_BARRIER) return MT_SUCCESS;
     if (call->kind == MT_BROADCAST && comm->size > 1) return mti_broadcast_check(ctx, comm, call);
     x = mti_shaped(ctx->checker, call->send, call->dtype,
                    (int64_t)call->count * (call->kind == MT_REDUCE_SCATTER ? comm->size : 1));

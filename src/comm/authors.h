@@ -117,6 +117,17 @@ MT_API int mt_comm_is_meta(const mt_comm *comm); /* 1: comm is from mt_comm_crea
    MT_ERR_MEMORY, and those of a collective. */
 MT_API mt_status mt_comm_gather_host(mt_context *ctx, mt_comm *comm, const void *mine, size_t bytes, void *all);
 
+/* Exchange blocks between all ranks: a rank sends one block to each rank, also to itself, and receives one from each
+   rank. Both buffers hold the blocks one after the other, in the order of the ranks they go to or come from. They must
+   not overlap. mt_all_to_all: each block has `count` elements. mt_all_to_all_v: the block for rank r has sendcounts[r]
+   elements, and that from rank r has recvcounts[r]; a count may be 0. The counts [ranks] are in memory of the host, and
+   are not used after the call. sendcounts[b] of rank a must be recvcounts[a] of rank b: MT_ERR_MISMATCH otherwise, with
+   both numbers. Errors: those of a collective; MT_ERR_ARGUMENT also when a rank's counts for itself differ. */
+MT_API mt_status mt_all_to_all(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
+                               mt_dtype dtype);
+MT_API mt_status mt_all_to_all_v(mt_context *ctx, mt_comm *comm, const void *sendbuf, const size_t *sendcounts,
+                                 void *recvbuf, const size_t *recvcounts, mt_dtype dtype);
+
 /* Registers memory from mt_context_alloc with NCCL; memory is the pointer that mt_context_alloc gave. mt_context_free
    and mt_comm_destroy end the registration. Collective over comm. Afterwards, collectives on comm must use the
    same offsets of this memory on all ranks. Does nothing when comm is not over NCCL, when the context has an allocator

@@ -15,6 +15,8 @@ MT_API const char *mt_collective_name(mt_collective kind) {
     case MT_SEND: return "send";
     case MT_RECV: return "recv";
     case MT_BARRIER: return "barrier";
+    case MT_ALL_TO_ALL: return "all_to_all";
+    case MT_ALL_TO_ALL_V: return "all_to_all_v";
     case MT_COLLECTIVE_COUNT: break;
     }
     return "no such collective";
@@ -48,10 +50,23 @@ static int mti_has_block(const mti_call *call, int rank) {
     return !call->ranks || (rank >= call->first && rank < call->first + call->ranks);
 }
 
-/* Returns how many blocks a call moves: one, or one for each rank of an all_gather or a reduce_scatter. */
+/* Returns how many blocks a call moves: one, or one for each rank of a call that gathers or scatters. */
 static size_t mti_blocks(const mt_comm *comm, const mti_call *call) {
-    if (call->kind != MT_ALL_GATHER && call->kind != MT_REDUCE_SCATTER) return 1;
+    if (call->kind != MT_ALL_GATHER && call->kind != MT_REDUCE_SCATTER && call->kind != MT_ALL_TO_ALL) return 1;
     return (size_t)(call->ranks ? call->ranks : comm->size);
+}
+
+/* The sum of the first n counts. NULL: each is `count`. */
+static size_t mti_counts_sum(const size_t *counts, size_t count, int n) {
+    size_t sum = 0;
+    int r;
+    if (!counts) return count * (size_t)n;
+    for (r = 0; r < n; r++) sum += counts[r];
+    return sum;
+}
+
+static int mti_is_all_to_all(const mti_call *call) {
+    return call->kind == MT_ALL_TO_ALL || call->kind == MT_ALL_TO_ALL_V;
 }
 
 /* mti_send_elements and mti_recv_elements return the number of elements of this rank's send and receive buffers. */
@@ -60,6 +75,7 @@ static size_t mti_send_elements(const mt_comm *comm, const mti_call *call) {
     if (call->kind == MT_BROADCAST && call->root != comm->rank) return 0;
     if (mti_is_p2p(call) && call->root < 0) return 0;
     if (call->kind == MT_REDUCE_SCATTER) return call->count * (size_t)comm->size;
+    if (mti_is_all_to_all(call)) return mti_counts_sum(call->sends, call->count, comm->size);
     return mti_has_block(call, comm->rank) ? call->count : 0;
 }
 
@@ -67,6 +83,7 @@ static size_t mti_recv_elements(const mt_comm *comm, const mti_call *call) {
     if (call->kind == MT_BARRIER || call->kind == MT_SEND) return 0;
     if (mti_is_p2p(call)) return call->source < 0 ? 0 : call->recvcount;
     if (call->kind == MT_ALL_GATHER) return call->count * (size_t)comm->size;
+    if (mti_is_all_to_all(call)) return mti_counts_sum(call->recvs, call->count, comm->size);
     return mti_has_block(call, comm->rank) ? call->count : 0;
 }
 
@@ -110,10 +127,30 @@ static mt_status mti_check_peers(mt_context *ctx, mt_comm *comm, const mti_call 
     return MT_SUCCESS;
 }
 
+/* Refuses counts that no memory has, and an all_to_all_v whose counts for this rank itself differ. */
+static mt_status mti_check_counts(mt_context *ctx, mt_comm *comm, const mti_call *call, size_t limit) {
+    const char *name = mti_call_name(call->kind);
+    int r;
+    if (call->kind != MT_ALL_TO_ALL_V) return MT_SUCCESS;
+    if (!call->sends || !call->recvs)
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: %s is NULL", name,
+                          call->sends ? "recvcounts" : "sendcounts");
+    for (r = 0; r < comm->size; r++) {
+        const size_t *counts = call->sends[r] > call->recvs[r] ? call->sends : call->recvs;
+        if (counts[r] <= limit) continue;
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: %s[%d] is %zu, more than %d ranks can hold (%zu)", name,
+                          counts == call->sends ? "sendcounts" : "recvcounts", r, counts[r], comm->size, limit);
+    }
+    if (call->sends[comm->rank] == call->recvs[comm->rank]) return MT_SUCCESS;
+    return mti_refuse(ctx, comm, MT_ERR_ARGUMENT,
+                      "mt_%s: rank %d sends %zu elements to itself, and receives %zu from itself", name, comm->rank,
+                      call->sends[comm->rank], call->recvs[comm->rank]);
+}
+
 static mt_status mti_check_count(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t limit = SIZE_MAX / 2 / sizeof(double) / (size_t)comm->size;
     size_t count = call->count > call->recvcount ? call->count : call->recvcount;
-    if (count <= limit) return MT_SUCCESS;
+    if (count <= limit) return mti_check_counts(ctx, comm, call, limit);
     return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: count is %zu, more than %d ranks can hold (%zu)",
                       mti_call_name(call->kind), count, comm->size, limit);
 }
@@ -505,6 +542,20 @@ static mt_status mti_move_all_gather(mt_context *ctx, const mt_comm *comm, const
     return MT_SUCCESS;
 }
 
+/* Copies the block for this rank from each send buffer. */
+static mt_status mti_move_all_to_all(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
+    size_t element = mt_dtype_size(call->dtype);
+    int i;
+    for (i = 0; i < comm->size; i++) {
+        int from = (comm->rank + i) % comm->size;
+        const mti_slot *slot = mti_slot_of(comm->group, from);
+        const char *block = (const char *)slot->send + element * mti_counts_sum(slot->sends, call->count, comm->rank);
+        char *to = (char *)call->recv + element * mti_counts_sum(call->recvs, call->count, from);
+        MT_TRY(mti_bytes_copy(ctx, to, block, element * (call->recvs ? call->recvs[from] : call->count)));
+    }
+    return MT_SUCCESS;
+}
+
 static mt_status mti_move_broadcast(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
     return mti_bytes_copy(ctx, call->recv, mti_slot_of(comm->group, call->root)->send,
                           call->count * mt_dtype_size(call->dtype));
@@ -517,6 +568,8 @@ static mt_status mti_move(mt_context *ctx, const mt_comm *comm, const mti_call *
     case MT_ALL_GATHER: return mti_move_all_gather(ctx, comm, call);
     case MT_REDUCE_SCATTER: return mti_move_reduce_scatter(ctx, comm, call);
     case MT_BROADCAST: return mti_move_broadcast(ctx, comm, call);
+    case MT_ALL_TO_ALL:
+    case MT_ALL_TO_ALL_V: return mti_move_all_to_all(ctx, comm, call);
     case MTI_GRAPH_LAUNCH: return comm->rank == 0 ? mti_cuda_graph_launch(ctx, call) : MT_SUCCESS;
     default: return MT_SUCCESS;
     }
@@ -565,8 +618,9 @@ static size_t mti_pieces_most(const mt_comm *comm, const mti_call *call, size_t 
 /* -- one call -- */
 
 static mt_status mti_alone_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    size_t count = call->sends ? call->sends[0] : call->count;
     (void)comm;
-    return mti_bytes_copy(ctx, call->recv, call->send, call->count * mt_dtype_size(call->dtype));
+    return mti_bytes_copy(ctx, call->recv, call->send, count * mt_dtype_size(call->dtype));
 }
 
 static mti_call mti_call_make(int kind, const void *send, void *recv, size_t count, mt_dtype dtype) {
@@ -586,14 +640,16 @@ static mti_call mti_call_make(int kind, const void *send, void *recv, size_t cou
 static void mti_forget_received(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
     size_t block = call->count * mt_dtype_size(call->dtype);
     if (!call->recv) return; /* there is no data, or there are no elements */
-    if (call->kind == MT_ALL_GATHER)
+    if (mti_is_all_to_all(call))
+        mti_notify_forgotten(ctx, call->recv, mti_recv_elements(comm, call) * mt_dtype_size(call->dtype), 0);
+    else if (call->kind == MT_ALL_GATHER)
         mti_notify_forgotten(ctx, (char *)call->recv + (size_t)call->first * block, mti_blocks(comm, call) * block, 0);
     else if (mti_has_block(call, comm->rank)) mti_notify_forgotten(ctx, call->recv, block, 0);
 }
 
 /* Checks, runs and records a collective. Further chunks of a call add to its bytes, but not to the number of calls. */
 static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    size_t elements = call->count;
+    size_t elements;
     MT_TRY(mti_check_call(ctx, comm, call));
     MT_TRY(MTI_HOOK(ctx, collective(ctx, comm, call)));
     MT_TRY(MTI_HOOK(ctx, passed(ctx, comm, mti_call_name(call->kind))));
@@ -601,7 +657,7 @@ static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_cal
     MT_TRY((comm->transport->collective)(ctx, comm, call));
     if (call->kind != MT_ALL_REDUCE || call->recv != call->send) mti_forget_received(ctx, comm, call);
     if (comm->size == 1) return MT_SUCCESS;
-    elements *= mti_blocks(comm, call);
+    elements = call->sends ? mti_send_elements(comm, call) : call->count * mti_blocks(comm, call);
     mti_record(comm, (mt_collective)call->kind, elements * mt_dtype_size(call->dtype));
     mti_trace_call(ctx, comm, call, (mt_collective)call->kind, elements * mt_dtype_size(call->dtype));
     comm->ledger.calls[call->kind] -= (uint64_t)call->goes_on;
@@ -662,6 +718,21 @@ MT_API mt_status mt_broadcast(mt_context *ctx, mt_comm *comm, const void *sendbu
     mti_call call = mti_call_make(MT_BROADCAST, sendbuf, recvbuf, count, dtype);
     call.root = root;
     return MT_RANGE("broadcast", mti_run_collective(ctx, comm, &call));
+}
+
+MT_API mt_status mt_all_to_all(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
+                               mt_dtype dtype) {
+    mti_call call = mti_call_make(MT_ALL_TO_ALL, sendbuf, recvbuf, count, dtype);
+    return MT_RANGE("all_to_all", mti_run_collective(ctx, comm, &call));
+}
+
+MT_API mt_status mt_all_to_all_v(mt_context *ctx, mt_comm *comm, const void *sendbuf, const size_t *sendcounts,
+                                 void *recvbuf, const size_t *recvcounts, mt_dtype dtype) {
+    mti_call call = mti_call_make(MT_ALL_TO_ALL_V, sendbuf, recvbuf, 0, dtype);
+    call.root = call.source = -1; /* over NCCL, ranks here are those of one pair of counts */
+    call.sends = sendcounts;
+    call.recvs = recvcounts;
+    return MT_RANGE("all_to_all_v", mti_run_collective(ctx, comm, &call));
 }
 
 MT_API mt_status mt_barrier(mt_context *ctx, mt_comm *comm) {

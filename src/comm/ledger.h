@@ -11,7 +11,9 @@ typedef enum mt_collective {
     MT_SEND = 4,
     MT_RECV = 5,
     MT_BARRIER = 6,
-    MT_COLLECTIVE_COUNT = 7
+    MT_ALL_TO_ALL = 7,
+    MT_ALL_TO_ALL_V = 8,
+    MT_COLLECTIVE_COUNT = 9
 } mt_collective;
 
 MT_API const char *mt_collective_name(mt_collective kind); /* "all_reduce", ... */
@@ -19,7 +21,8 @@ MT_API const char *mt_collective_name(mt_collective kind); /* "all_reduce", ... 
 /* The ledger counts this rank's successful calls and their bytes, per kind, since the communicator was created or the
    ledger was reset. The bytes of a call are those of the whole logical tensor: count * element size for all_reduce,
    broadcast, send and recv; size * sendcount * element size for all_gather; size * recvcount * element size for
-   reduce_scatter. mt_send_recv counts as a send and a recv. The ledger of a group of one stays zero. */
+   reduce_scatter; size * count * element size for all_to_all; and what the rank sends, also to itself, for
+   all_to_all_v. mt_send_recv counts as a send and a recv. The ledger of a group of one stays zero. */
 typedef struct mt_ledger {
     uint64_t calls[MT_COLLECTIVE_COUNT];
     uint64_t bytes[MT_COLLECTIVE_COUNT];

@@ -131,6 +131,7 @@ typedef struct mti_link {
     mti_stopwatch watch;      /* measures the time without progress */
     int *world;               /* [size] the rank of each rank in the port */
     mti_request *requests;
+    uint64_t *counts; /* [4 * size] of an all_to_all_v: for each rank those of this one, then those of each rank */
     mti_link_about *about;
     mti_link_message *in, *out; /* in: [size] the header received from each rank; out: this rank's header */
     /* asked: the header of the receiver of this rank's message; other: a header of another kind than this rank waits
@@ -449,8 +450,9 @@ static mt_status mti_link_wait(mt_context *ctx, mt_comm *comm) {
 /* -- collectives -- */
 
 /* Returns how many bytes one rank contributes to the call; the same on all ranks. At most MTI_LINK_SMALL bytes travel
-   with the header. */
+   with the header. The data of an all_to_all_v, of which each rank has its own number of bytes, follow its counts. */
 static size_t mti_link_bytes(const mt_comm *comm, const mti_call *call) {
+    if (call->kind == MT_ALL_TO_ALL_V) return SIZE_MAX;
     if (call->kind == MT_BROADCAST || call->kind == MT_ALL_GATHER) return call->count * mt_dtype_size(call->dtype);
     return mti_send_elements(comm, call) * mt_dtype_size(call->dtype);
 }
@@ -542,6 +544,59 @@ static mt_status mti_link_reduce(mt_context *ctx, mt_comm *comm, const mti_call 
     return MT_SUCCESS;
 }
 
+/* Tells each rank how many elements this one sends it and receives from it, and compares what the ranks tell. */
+static mt_status mti_link_compare_counts(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    uint64_t *mine = comm->link->counts, *theirs = mine + 2 * comm->size;
+    mti_text text;
+    int i;
+    mti_link_begin(comm);
+    for (i = 1; i < comm->size; i++) {
+        int peer = (comm->rank + i) % comm->size;
+        mine[2 * peer] = call->sends[peer];
+        mine[2 * peer + 1] = call->recvs[peer];
+        mti_link_receive(comm, 2 * i - 2, &theirs[2 * peer], 2 * sizeof *theirs, peer);
+        mti_link_send(comm, 2 * i - 1, &mine[2 * peer], 2 * sizeof *mine, peer, MTI_LINK_DATA);
+    }
+    MT_TRY(mti_link_wait(ctx, comm));
+    for (i = 0; i < comm->size; i++) {
+        size_t sent = (size_t)theirs[2 * i], received = (size_t)theirs[2 * i + 1];
+        if (i == comm->rank || (sent == call->recvs[i] && received == call->sends[i])) continue;
+        if (sent != call->recvs[i]) mti_say_counts(&text, comm, i, sent, comm->rank, call->recvs[i]);
+        else mti_say_counts(&text, comm, comm->rank, call->sends[i], i, received);
+        return mti_link_fail(ctx, comm, MT_ERR_MISMATCH, &text);
+    }
+    return MT_SUCCESS;
+}
+
+/* Sends each rank its block, and receives one from each rank, in chunks of at most MTI_LINK_MESSAGE bytes. */
+static mt_status mti_link_all_to_all(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    size_t element = mt_dtype_size(call->dtype), done, most = MTI_LINK_MESSAGE / element, left = 1;
+    int i;
+    for (done = 0; left > 0; done += most) {
+        left = 0;
+        mti_link_begin(comm);
+        for (i = 0; i < comm->size; i++) {
+            int peer = (comm->rank + i) % comm->size;
+            size_t send = call->sends ? call->sends[peer] : call->count, recv = call->recvs ? call->recvs[peer] : send;
+            const char *from = (const char *)call->send + element * mti_counts_sum(call->sends, call->count, peer);
+            char *to = (char *)call->recv + element * mti_counts_sum(call->recvs, call->count, peer);
+            size_t sends = send > done ? send - done : 0, recvs = recv > done ? recv - done : 0;
+            if (i == 0) {
+                if (done == 0) mti_copy(to, from, send * element);
+                continue;
+            }
+            if (sends > most || recvs > most) left = 1;
+            if (recvs > most) recvs = most;
+            if (sends > most) sends = most;
+            if (recvs) mti_link_receive(comm, comm->link->count, to + done * element, recvs * element, peer);
+            if (sends)
+                mti_link_send(comm, comm->link->count, from + done * element, sends * element, peer, MTI_LINK_DATA);
+        }
+        MT_TRY(mti_link_wait(ctx, comm));
+    }
+    return MT_SUCCESS;
+}
+
 /* In chunks of at most MTI_LINK_MESSAGE bytes of each rank. */
 static mt_status mti_link_all_gather(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t element = mt_dtype_size(call->dtype), most = MTI_LINK_MESSAGE / element, done, mine;
@@ -593,6 +648,8 @@ static mt_status mti_link_move(mt_context *ctx, mt_comm *comm, const mti_call *c
         mti_reduce_range(comm, call, 0, call->count, 0);
         return MT_SUCCESS;
     }
+    if (call->kind == MT_ALL_TO_ALL_V) MT_TRY(mti_link_compare_counts(ctx, comm, call));
+    if (mti_is_all_to_all(call)) return mti_link_all_to_all(ctx, comm, call);
     if (call->kind == MT_ALL_GATHER) return mti_link_all_gather(ctx, comm, call);
     if (call->kind == MT_BROADCAST) return mti_link_broadcast(ctx, comm, call);
     return mti_link_reduce(ctx, comm, call);
@@ -706,6 +763,7 @@ static void mti_link_free(mti_link *m) {
     if (!m) return;
     free(m->world);
     free(m->requests);
+    free(m->counts);
     free(m->about);
     free(m->reasons);
     free(m->notice_requests);
@@ -722,12 +780,14 @@ static mti_link *mti_link_new(int size) {
     if (!m) return NULL;
     m->world = (int *)calloc(n, sizeof *m->world);
     m->requests = (mti_request *)calloc(requests, sizeof *m->requests);
+    m->counts = (uint64_t *)calloc(4 * n, sizeof *m->counts);
     m->about = (mti_link_about *)calloc(requests, sizeof *m->about);
     m->reasons = (mti_link_notice *)calloc(n, sizeof *m->reasons);
     m->notice_requests = (mti_request *)calloc(2 * n, sizeof *m->notice_requests);
     m->in = (mti_link_message *)mti_default_alloc(NULL, (n + 3) * sizeof *m->in, MT_ALIGNMENT);
     m->scratch = (char *)mti_default_alloc(NULL, MTI_LINK_SCRATCH, MT_ALIGNMENT);
-    if (!m->world || !m->requests || !m->about || !m->reasons || !m->notice_requests || !m->in || !m->scratch) {
+    if (!m->world || !m->requests || !m->counts || !m->about || !m->reasons || !m->notice_requests || !m->in ||
+        !m->scratch) {
         mti_link_free(m);
         return NULL;
     }

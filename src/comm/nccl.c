@@ -511,6 +511,27 @@ static ncclResult_t mti_nccl_blocks(mt_context *ctx, mt_comm *comm, const mti_ca
     return mti_nccl_goes_on(result) ? end : result;
 }
 
+/* Sends each rank its block, and receives one from each rank, also from this one, in one NCCL group. */
+static ncclResult_t mti_nccl_all_to_all(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    ncclDataType_t type = mti_nccl_type(call->dtype);
+    struct ncclComm *handle = comm->nccl.handle;
+    size_t element = mt_dtype_size(call->dtype);
+    const char *from = (const char *)call->send;
+    char *to = (char *)call->recv;
+    ncclResult_t result = ncclSuccess, end;
+    int r;
+    ncclGroupStart();
+    for (r = 0; r < comm->size && mti_nccl_goes_on(result); r++) {
+        size_t send = call->sends ? call->sends[r] : call->count, recv = call->recvs ? call->recvs[r] : call->count;
+        if (send > 0) result = ncclSend(from, send, type, r, handle, ctx->stream);
+        if (recv > 0 && mti_nccl_goes_on(result)) result = ncclRecv(to, recv, type, r, handle, ctx->stream);
+        from += send * element;
+        to += recv * element;
+    }
+    end = ncclGroupEnd();
+    return mti_nccl_goes_on(result) ? end : result;
+}
+
 /* Puts a call into the stream: calls the NCCL function for it. */
 static ncclResult_t mti_nccl_issue(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     ncclDataType_t type = mti_nccl_type(call->dtype);
@@ -523,6 +544,8 @@ static ncclResult_t mti_nccl_issue(mt_context *ctx, mt_comm *comm, const mti_cal
         return ncclReduceScatter(call->send, call->recv, call->count, type, op, handle, ctx->stream);
     case MT_ALL_GATHER: return ncclAllGather(call->send, call->recv, call->count, type, handle, ctx->stream);
     case MT_BROADCAST: return ncclBroadcast(call->send, call->recv, call->count, type, call->root, handle, ctx->stream);
+    case MT_ALL_TO_ALL:
+    case MT_ALL_TO_ALL_V: return mti_nccl_all_to_all(ctx, comm, call);
     default: return mti_nccl_pair(ctx, comm, call);
     }
 }
@@ -615,9 +638,23 @@ static mt_status mti_nccl_check(mt_context *ctx, mt_comm *comm, const mti_call *
     return mt_cuda_enter(ctx);
 }
 
+/* Tells the channel the counts of an all_to_all_v: for each rank, what it gets and what it sends. */
+static void mti_nccl_tell_counts(mt_comm *comm, const mti_call *call) {
+    mti_call pair = mti_call_make(MT_ALL_TO_ALL_V, NULL, NULL, 0, call->dtype);
+    int r;
+    for (r = 0; r < comm->size && call->sends; r++) {
+        if (r == comm->rank) continue;
+        pair.root = pair.source = r;
+        pair.count = call->sends[r];
+        pair.recvcount = call->recvs[r];
+        mti_channel_append(comm, MTI_MESSAGE_CALL, &pair, NULL);
+    }
+}
+
 /* Begins a call, and tells the channel about it. */
 static mt_status mti_nccl_call_begin(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     mti_channel_append(comm, MTI_MESSAGE_CALL, call, NULL);
+    mti_nccl_tell_counts(comm, call);
     comm->nccl.last = *call;
     MT_TRY(mti_nccl_obey(ctx, comm));
     comm->nccl.number = ++ctx->nccl_calls;

@@ -271,10 +271,15 @@ static int mti_said_is_valid(const mti_said *said) {
            (kind == -1 || known || (kind >= (int)MTI_SPLIT && kind <= (int)MTI_GRAPH_LAUNCH));
 }
 
+/* Whether what is said are the counts between two ranks of an all_to_all_v, which is said before them. */
+static int mti_said_is_counts(const mti_said *said) {
+    return (int)(said->what & 255) - 1 == MT_ALL_TO_ALL_V && (said->what >> 24 & 0xffff) != 0;
+}
+
 /* Whether a call is a send or a receive, or both. */
 static int mti_said_is_message(const mti_said *said) {
     int kind = (int)(said->what & 255) - 1;
-    return kind == MT_SEND || kind == MT_RECV || kind == MTI_SEND_RECV;
+    return kind == MT_SEND || kind == MT_RECV || kind == MTI_SEND_RECV || mti_said_is_counts(said);
 }
 
 static mti_said mti_said_of(const mti_message *message) {
@@ -484,7 +489,11 @@ static mt_status mti_channel_error(const mt_comm *comm, mti_text *text) {
     text->used = 0;
     switch ((mti_why)b->result.what) {
     case MTI_WHY_DIFFERS: mti_say_mismatch(text, comm); return MT_ERR_MISMATCH;
-    case MTI_WHY_UNLIKE: mti_say_unlike(text, comm, rank, peer); return MT_ERR_MISMATCH;
+    case MTI_WHY_UNLIKE:
+        if (mti_said_is_counts(&calls[rank]) && mti_said_is_counts(&calls[peer]))
+            mti_say_counts(text, comm, rank, (size_t)calls[rank].count, peer, (size_t)calls[peer].recvcount);
+        else mti_say_unlike(text, comm, rank, peer);
+        return MT_ERR_MISMATCH;
     case MTI_WHY_LATE: mti_say_timeout(text, comm, peer); return MT_ERR_TIMEOUT;
     case MTI_WHY_LEFT: mti_say_left(text, comm, rank); return MT_ERR_PEER;
     default: mti_say(text, "%s", (const char *)(calls + comm->size)); return MT_ERR_PEER;
@@ -604,7 +613,9 @@ static void mti_pair_match(mti_channel *b, mti_pair *p, const mti_said *said, in
     b->waiting--;
     if (sends) recv = &first;
     else send = &first;
-    if (send->count == recv->recvcount && (send->what >> 8 & 255) == (recv->what >> 8 & 255)) return;
+    if (send->count == recv->recvcount && (send->what >> 8 & 255) == (recv->what >> 8 & 255) &&
+        mti_said_is_counts(send) == mti_said_is_counts(recv))
+        return;
     b->odd_calls[p->from] = *send;
     b->odd_calls[p->to] = *recv;
     mti_channel_decide(b, MTI_WHY_UNLIKE, p->from, p->to, b->odd_calls, "");

@@ -39,6 +39,33 @@ static void mti_meet(mt_comm *comm) {
     if (mti_arrive(comm->group, &generation, 1) == MTI_WAITS) mti_wait_meeting(NULL, comm, generation, 1);
 }
 
+/* Writes that a rank sends another one more or fewer elements of an all_to_all_v than this one receives. */
+static void mti_say_counts(mti_text *text, const mt_comm *comm, int from, size_t sent, int to, size_t received) {
+    text->used = 0;
+    mti_say_call(text, mti_slot_of(comm->group, from));
+    mti_say_where(text, comm);
+    mti_say(text, "rank %d sends %zu elements to rank %d, which receives %zu", from, sent, to, received);
+}
+
+/* Compares the counts of an all_to_all_v. Each rank compares all of them, so all have the same result. After a mismatch
+   they meet again: until then another rank may read the counts of this one. */
+static mt_status mti_compare_counts(mt_context *ctx, mt_comm *comm) {
+    const mti_group *g = comm->group;
+    mti_text text;
+    int from, to;
+    if (!mti_slot_of(g, comm->rank)->sends) return MT_SUCCESS;
+    for (from = 0; from < g->size; from++)
+        for (to = 0; to < g->size; to++) {
+            size_t sent = mti_slot_of(g, from)->sends[to], received = mti_slot_of(g, to)->recvs[from];
+            if (sent == received) continue;
+            mti_say_counts(&text, comm, from, sent, to, received);
+            mti_break_mismatch(ctx, comm, &text);
+            mti_meet(comm);
+            return MT_ERR_MISMATCH;
+        }
+    return MT_SUCCESS;
+}
+
 static void mti_set_inside(mt_comm *comm, int inside) {
     __atomic_store_n(&mti_slot_of(comm->group, comm->rank)->inside, inside, __ATOMIC_RELEASE);
 }
@@ -71,6 +98,7 @@ static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call)
         if (outcome != MTI_MET) status = mti_give_up(ctx, comm, outcome, -1, generation);
     }
     if (status == MT_SUCCESS) status = mti_compare(ctx, comm);
+    if (status == MT_SUCCESS) status = mti_compare_counts(ctx, comm);
     if (status == MT_SUCCESS && arrival == MTI_WAITS && mti_turn_is_lost(ctx))
         status = mti_break_failed(ctx, comm, call, MT_ERR_TIMEOUT);
     if (status != MT_SUCCESS) mti_set_inside(comm, MTI_OUTSIDE);

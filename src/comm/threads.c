@@ -367,6 +367,8 @@ static void mti_publish(const mt_context *ctx, mt_comm *comm, const mti_call *ca
     __atomic_store_n(&slot->inside, inside, __ATOMIC_RELEASE); /* mti_wait_status reads it, then the outbox */
     slot->send = call->send;
     slot->recv = call->recv;
+    slot->sends = call->sends;
+    slot->recvs = call->recvs;
     slot->color = call->color;
     slot->key = call->key;
 }
@@ -413,9 +415,11 @@ static void mti_say_call(mti_text *text, const mti_slot *slot) {
         mti_say_blocks(text, root, source);
         break;
     case MT_ALL_GATHER:
+    case MT_ALL_TO_ALL:
         mti_say(text, "%s(count %llu, %s", name, count, dtype);
         mti_say_blocks(text, root, source);
         break;
+    case MT_ALL_TO_ALL_V: mti_say(text, "%s(%s)", name, dtype); break;
     case MT_BROADCAST: mti_say(text, "%s(count %llu, %s, root %d)", name, count, dtype, root); break;
     case MT_SEND: mti_say(text, "%s(count %llu, %s, to rank %d)", name, count, dtype, root); break;
     case MT_RECV: mti_say(text, "%s(count %llu, %s, from rank %d)", name, count, dtype, source); break;

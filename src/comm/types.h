@@ -104,7 +104,8 @@ typedef struct mti_call {
     int goes_on; /* 1: this is not the first chunk of a call */
     const void *send;
     void *recv;
-    struct CUgraphExec_st *run; /* MTI_GRAPH_LAUNCH */
+    const size_t *sends, *recvs; /* all_to_all_v: the elements for each rank, and from each rank; else NULL */
+    struct CUgraphExec_st *run;  /* MTI_GRAPH_LAUNCH */
     int color, key;
 } mti_call;
 
@@ -124,6 +125,7 @@ typedef struct mti_slot {
     int failed;
     const void *send;
     void *recv;
+    const size_t *sends, *recvs; /* of an all_to_all_v */
     size_t send_count;
     mt_dtype send_dtype;
     int ordinal; /* the GPU that holds send and recv */

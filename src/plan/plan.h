@@ -28,6 +28,8 @@
        other operators             bytes / rate
        all_reduce                  2 (n - 1) / n B / W + 2 L ceil(log2 n)
        all_gather, reduce_scatter  (n - 1) / n B / W + L ceil(log2 n)
+       all_to_all, all_to_all_v    (n - 1) / n B / W + L in a node; otherwise the larger one of (q - 1) / n B / W for
+                                   the link and (n - q) / n B RANKS / W for the network, plus L of the network
        broadcast, barrier          B / W + L ceil(log2 n)
        send, recv                  B / W + L
    A shape without a line gets its rate from the lines that have shapes and its type: the logarithm of the rate is their

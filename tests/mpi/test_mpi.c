@@ -207,6 +207,22 @@ static void large_reductions(mt_context *ctx, mt_comm *world, uint32_t *a, uint3
         if (b[i] != sum_of(n * (size_t)me + i)) fail_msg("reduce_scatter: element %zu of %zu", i, n);
 }
 
+/* The elements that a rank sends another one. */
+static size_t block_of(size_t n, int from, int to) { return from == to ? 1 : (from + to) % 3 ? n : n / 3; }
+
+static void large_blocks(mt_context *ctx, mt_comm *world, const uint32_t *a, uint32_t *b, size_t n) {
+    size_t sends[16], recvs[16], at = 0;
+    assert_true(ranks <= 16);
+    for (int r = 0; r < ranks; r++) sends[r] = block_of(n, me, r), recvs[r] = block_of(n, r, me);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_to_all_v(ctx, world, a, sends, b, recvs, MT_I32));
+    for (int r = 0; r < ranks; at += recvs[r++]) {
+        size_t first = 0;
+        for (int to = 0; to < me; to++) first += block_of(n, r, to);
+        for (size_t i = 0; i < recvs[r]; i++)
+            if (b[at + i] != element(r, first + i)) fail_msg("all_to_all_v: element %zu of rank %d", i, r);
+    }
+}
+
 static void large_copies(mt_context *ctx, mt_comm *world, uint32_t *a, uint32_t *b, size_t n) {
     int next = (me + 1) % ranks, last = (me + ranks - 1) % ranks;
     fill(a, me, n);
@@ -224,6 +240,10 @@ static void large_copies(mt_context *ctx, mt_comm *world, uint32_t *a, uint32_t 
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_gather(ctx, world, a, b, n, MT_I32));
     for (size_t i = 0; i < n * (size_t)ranks; i++)
         if (b[i] != element((int)(i / n), i % n)) fail_msg("all_gather: element %zu of %zu", i, n);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_to_all(ctx, world, a, b, n, MT_I32));
+    for (size_t i = 0; i < n * (size_t)ranks; i++)
+        if (b[i] != element((int)(i / n), n * (size_t)me + i % n)) fail_msg("all_to_all: element %zu of %zu", i, n);
+    large_blocks(ctx, world, a, b, n);
 }
 
 static void test_large(void **state) {
