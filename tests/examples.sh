@@ -15,6 +15,9 @@ build=${MT_BUILD_DIR:-build}/examples
 mkdir -p "$build" || exit 1
 build=$(cd "$build" && pwd)
 check_log=$build/${1:-all}.log
+answers=$(mktemp -d) || exit 1 # of this run alone: other parts run at the same time
+trap 'rm -rf "$answers"' EXIT
+trap 'exit 1' HUP INT TERM
 
 # Each example has the commands that build it in its first lines: cc ... -o NAME ... [&& ./NAME ARGUMENTS]
 example_commands() { sed -n '1,30s/^[^A-Za-z]*\(cc .* -o .*\)$/\1/p' "$1" | sed 's|[ ]*\*/.*||'; }
@@ -62,20 +65,20 @@ includes_what_it_uses() {
 # one without its value, have the status 2 and a message.
 asks_for_help() {
     for flag in --help -h; do
-        "$@" $flag </dev/null >"$build/help" 2>"$build/help.err" || { echo "$* $flag: status $?"; return 1; }
-        grep -q '^usage: ' "$build/help" && [ ! -s "$build/help.err" ] || { echo "$* $flag" && return 1; }
+        "$@" $flag </dev/null >"$answers/help" 2>"$answers/help.err" || { echo "$* $flag: status $?"; return 1; }
+        grep -q '^usage: ' "$answers/help" && [ ! -s "$answers/help.err" ] || { echo "$* $flag" && return 1; }
     done
     misused "$@" --nonsense || return 1
-    grep -q -- '--tp' "$build/help" || return 0
-    "$@" --tp 1 --help >"$build/help" && grep -q '^usage: ' "$build/help" && misused "$@" --tp &&
+    grep -q -- '--tp' "$answers/help" || return 0
+    "$@" --tp 1 --help >"$answers/help" && grep -q '^usage: ' "$answers/help" && misused "$@" --tp &&
         misused "$@" --nonsense 1 && misused "$@" --tp x
 }
 
 misused() {
-    "$@" </dev/null >"$build/misused" 2>"$build/misused.err"
+    "$@" </dev/null >"$answers/misused" 2>"$answers/misused.err"
     misuse=$?
-    cat "$build/misused.err"
-    [ $misuse -eq 2 ] && [ ! -s "$build/misused" ] && [ -s "$build/misused.err" ] ||
+    cat "$answers/misused.err"
+    [ $misuse -eq 2 ] && [ ! -s "$answers/misused" ] && [ -s "$answers/misused.err" ] ||
         { echo "$*: status $misuse" && return 1; }
 }
 
