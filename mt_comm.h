@@ -4211,7 +4211,9 @@ static size_t mti_blocks(const mt_comm *comm, const mti_call *call) {
     return (size_t)(call->ranks ? call->ranks : comm->size);
 }
 
-/* The sum of the first n counts. NULL: each is `count`. */
+/* Count number r, and the sum of the first n counts. NULL: each is `count`. */
+static size_t mti_count_at(const size_t *counts, size_t count, int r) { return counts ? counts[r] : count; }
+
 static size_t mti_counts_sum(const size_t *counts, size_t count, int n) {
     size_t sum = 0;
     int r;
@@ -4706,7 +4708,7 @@ static mt_status mti_move_all_to_all(mt_context *ctx, const mt_comm *comm, const
         const mti_slot *slot = mti_slot_of(comm->group, from);
         const char *block = (const char *)slot->send + element * mti_counts_sum(slot->sends, call->count, comm->rank);
         char *to = (char *)call->recv + element * mti_counts_sum(call->recvs, call->count, from);
-        MT_TRY(mti_bytes_copy(ctx, to, block, element * (call->recvs ? call->recvs[from] : call->count)));
+        MT_TRY(mti_bytes_copy(ctx, to, block, element * mti_count_at(call->recvs, call->count, from)));
     }
     return MT_SUCCESS;
 }
@@ -4773,9 +4775,7 @@ static size_t mti_pieces_most(const mt_comm *comm, const mti_call *call, size_t 
 /* -- one call -- */
 
 static mt_status mti_alone_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    size_t count = call->sends ? call->sends[0] : call->count;
-    (void)comm;
-    return mti_bytes_copy(ctx, call->recv, call->send, count * mt_dtype_size(call->dtype));
+    return mti_bytes_copy(ctx, call->recv, call->send, mti_send_elements(comm, call) * mt_dtype_size(call->dtype));
 }
 
 static mti_call mti_call_make(int kind, const void *send, void *recv, size_t count, mt_dtype dtype) {
@@ -4793,13 +4793,12 @@ static mti_call mti_call_make(int kind, const void *send, void *recv, size_t cou
 
 /* Tells the layers which memory a collective has written. */
 static void mti_forget_received(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
-    size_t block = call->count * mt_dtype_size(call->dtype);
+    size_t element = mt_dtype_size(call->dtype), block = call->count * element;
     if (!call->recv) return; /* there is no data, or there are no elements */
-    if (mti_is_all_to_all(call))
-        mti_notify_forgotten(ctx, call->recv, mti_recv_elements(comm, call) * mt_dtype_size(call->dtype), 0);
-    else if (call->kind == MT_ALL_GATHER)
+    if (call->kind == MT_ALL_GATHER)
         mti_notify_forgotten(ctx, (char *)call->recv + (size_t)call->first * block, mti_blocks(comm, call) * block, 0);
-    else if (mti_has_block(call, comm->rank)) mti_notify_forgotten(ctx, call->recv, block, 0);
+    else if (mti_has_block(call, comm->rank))
+        mti_notify_forgotten(ctx, call->recv, mti_recv_elements(comm, call) * element, 0);
 }
 
 /* Checks, runs and records a collective. Further chunks of a call add to its bytes, but not to the number of calls. */
@@ -8163,7 +8162,7 @@ static ncclResult_t mti_nccl_all_to_all(mt_context *ctx, mt_comm *comm, const mt
     int r;
     ncclGroupStart();
     for (r = 0; r < comm->size && mti_nccl_goes_on(result); r++) {
-        size_t send = call->sends ? call->sends[r] : call->count, recv = call->recvs ? call->recvs[r] : call->count;
+        size_t send = mti_count_at(call->sends, call->count, r), recv = mti_count_at(call->recvs, call->count, r);
         if (send > 0) result = ncclSend(from, send, type, r, handle, ctx->stream);
         if (recv > 0 && mti_nccl_goes_on(result)) result = ncclRecv(to, recv, type, r, handle, ctx->stream);
         from += send * element;
@@ -9334,29 +9333,33 @@ static mt_status mti_link_compare_counts(mt_context *ctx, mt_comm *comm, const m
     return MT_SUCCESS;
 }
 
+/* The elements of a block that are in the chunk after `done` of them. */
+static size_t mti_link_chunk(size_t block, size_t done, size_t most) {
+    size_t left = block > done ? block - done : 0;
+    return left < most ? left : most;
+}
+
 /* Sends each rank its block, and receives one from each rank, in chunks of at most MTI_LINK_MESSAGE bytes. */
 static mt_status mti_link_all_to_all(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    size_t element = mt_dtype_size(call->dtype), done, most = MTI_LINK_MESSAGE / element, left = 1;
+    size_t element = mt_dtype_size(call->dtype), most = MTI_LINK_MESSAGE / element, largest = 1, done;
     int i;
-    for (done = 0; left > 0; done += most) {
-        left = 0;
+    for (done = 0; done < largest; done += most) {
         mti_link_begin(comm);
         for (i = 0; i < comm->size; i++) {
             int peer = (comm->rank + i) % comm->size;
-            size_t send = call->sends ? call->sends[peer] : call->count, recv = call->recvs ? call->recvs[peer] : send;
-            const char *from = (const char *)call->send + element * mti_counts_sum(call->sends, call->count, peer);
-            char *to = (char *)call->recv + element * mti_counts_sum(call->recvs, call->count, peer);
-            size_t sends = send > done ? send - done : 0, recvs = recv > done ? recv - done : 0;
-            if (i == 0) {
-                if (done == 0) mti_copy(to, from, send * element);
-                continue;
-            }
-            if (sends > most || recvs > most) left = 1;
-            if (recvs > most) recvs = most;
-            if (sends > most) sends = most;
-            if (recvs) mti_link_receive(comm, comm->link->count, to + done * element, recvs * element, peer);
-            if (sends)
-                mti_link_send(comm, comm->link->count, from + done * element, sends * element, peer, MTI_LINK_DATA);
+            size_t sends = mti_count_at(call->sends, call->count, peer);
+            size_t recvs = mti_count_at(call->recvs, call->count, peer);
+            const char *from = (const char *)call->send;
+            char *to = (char *)call->recv;
+            from += (mti_counts_sum(call->sends, call->count, peer) + done) * element;
+            to += (mti_counts_sum(call->recvs, call->count, peer) + done) * element;
+            if (largest < sends) largest = sends;
+            if (largest < recvs) largest = recvs;
+            sends = mti_link_chunk(sends, done, most) * element;
+            recvs = mti_link_chunk(recvs, done, most) * element;
+            if (i == 0) mti_copy(to, from, sends);
+            if (i > 0 && recvs) mti_link_receive(comm, comm->link->count, to, recvs, peer);
+            if (i > 0 && sends) mti_link_send(comm, comm->link->count, from, sends, peer, MTI_LINK_DATA);
         }
         MT_TRY(mti_link_wait(ctx, comm));
     }

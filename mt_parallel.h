@@ -12288,21 +12288,21 @@ static double mti_ranks_together(const mt_machine *m, const mt_trace_entry *e) {
     return together > 1 ? together : 1;
 }
 
-/* An all_to_all over nodes: the links and the network move different blocks at the same time. */
-static double mti_blocks_seconds(const mt_machine *m, const mt_trace_entry *e) {
-    double n = e->ranks, q = mti_ranks_together(m, e), inside = 0, outside;
-    if (!(m->bandwidth[1] > 0) || (q > 1 && !(m->bandwidth[0] > 0))) return -1;
+/* An all_to_all: the links and the network move different blocks at the same time. leaves: 1: the group has ranks in
+   other nodes */
+static double mti_blocks_seconds(const mt_machine *m, const mt_trace_entry *e, int leaves) {
+    double n = e->ranks, q = leaves ? mti_ranks_together(m, e) : n, inside = 0, outside = 0;
+    if ((leaves && !(m->bandwidth[1] > 0)) || (q > 1 && !(m->bandwidth[0] > 0))) return -1;
     if (q > 1) inside = (q - 1) / n * e->bytes / m->bandwidth[0];
-    outside = (n - q) / n * e->bytes * m->ranks_per_node / m->bandwidth[1];
-    return (inside > outside ? inside : outside) + m->latency[1];
+    if (leaves) outside = (n - q) / n * e->bytes * m->ranks_per_node / m->bandwidth[1];
+    return (inside > outside ? inside : outside) + m->latency[leaves];
 }
 
 static double mti_communication_seconds(const mt_machine *m, const mt_trace_entry *e) {
     double n = e->ranks, node = m->ranks_per_node, share = 1, steps = ceil(log2(n));
     int leaves = e->span >= m->ranks_per_node; /* 1: the group has ranks in other nodes */
-    int blocks = e->collective == MT_ALL_TO_ALL || e->collective == MT_ALL_TO_ALL_V;
     double bandwidth = m->bandwidth[0], latency = m->latency[leaves];
-    if (leaves && blocks) return mti_blocks_seconds(m, e);
+    if (e->collective == MT_ALL_TO_ALL || e->collective == MT_ALL_TO_ALL_V) return mti_blocks_seconds(m, e, leaves);
     if (leaves) {
         double across = m->bandwidth[1] * mti_ranks_together(m, e) / node;
         if (across < bandwidth || node == 1) bandwidth = across;
@@ -12312,13 +12312,10 @@ static double mti_communication_seconds(const mt_machine *m, const mt_trace_entr
     case MT_ALL_REDUCE: return 2 * ((n - 1) / n * e->bytes / bandwidth + steps * latency);
     case MT_ALL_GATHER:
     case MT_REDUCE_SCATTER: share = (n - 1) / n; break;
-    case MT_ALL_TO_ALL:
-    case MT_ALL_TO_ALL_V:
-        share = (n - 1) / n;
-        steps = 1;
-        break;
     case MT_SEND:
     case MT_RECV: steps = 1; break;
+    case MT_ALL_TO_ALL:
+    case MT_ALL_TO_ALL_V:
     case MT_BROADCAST:
     case MT_BARRIER:
     case MT_COLLECTIVE_COUNT: break;

@@ -26,6 +26,14 @@ static int close_contexts(void **state) {
     return 0;
 }
 
+/* Tells the context what nvcc has compiled the kernels for. With 75, attention in 16 bits runs without tensor cores. 0:
+   it has not asked yet. */
+static inline void set_built_for(int arch) {
+    mti_kernels *k = NULL;
+    OK(mti_kernels_open(gpu, &k));
+    k->built_for = arch;
+}
+
 /* Returns the values in f32 in host memory. The caller frees them. */
 static inline float *download(mt_context *ctx, mt_tensor t) {
     size_t mark = mt_arena_mark(ctx);

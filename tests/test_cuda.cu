@@ -1130,14 +1130,6 @@ static void attention_options(int what, mt_attention_desc *s, mt_attention_desc 
     }
 }
 
-/* Tells the context what nvcc has compiled the kernels for: 75, so that attention in 16 bits runs without tensor cores,
-   which test_cuda_flash.cu tests. 0: it has not asked yet. */
-static void set_built_for(int arch) {
-    mti_kernels *k = NULL;
-    ASSERT_STATUS(gpu, MT_SUCCESS, mti_kernels_open(gpu, &k));
-    k->built_for = arch;
-}
-
 /* With some views that are aligned to whole vectors, and some that are not, or with all of them aligned. */
 static void dot_product_attention(int what, mt_attention_desc s, int aligned) {
     mt_attention_desc on_gpu;

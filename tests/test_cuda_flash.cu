@@ -822,13 +822,6 @@ static int differ(mt_tensor a, mt_tensor b) {
     return result;
 }
 
-/* Tells the context what nvcc has compiled the kernels for. 0: it has not asked yet. */
-static void set_built_for(int arch) {
-    mti_kernels *k = NULL;
-    OK(mti_kernels_open(gpu, &k));
-    k->built_for = arch;
-}
-
 /* Which row of the table runs a call with this head size and type. Every row is chosen by some call. */
 static void test_table(void **state) {
     static const struct {

@@ -211,7 +211,7 @@ static mt_status copies(mt_context *ctx, mt_comm *comm, arrays *x, mt_dtype dtyp
     MT_TRY(mt_all_to_all(ctx, comm, x->a, x->b, n, dtype));
     hash_bytes(hash, x->b, all);
     for (int r = 0; r < size; r++)
-        sends[r] = n * (size_t)(rank + 2 * r) % 5 / 4, recvs[r] = n * (size_t)(r + 2 * rank) % 5 / 4;
+        sends[r] = n * (size_t)((rank + 2 * r) % 5) / 4, recvs[r] = n * (size_t)((r + 2 * rank) % 5) / 4;
     MT_TRY(mt_all_to_all_v(ctx, comm, x->a, sends, x->b, recvs, dtype));
     hash_bytes(hash, x->b, all);
     if (rank % 2) MT_TRY(mt_send(ctx, comm, x->a, n, dtype, rank - 1));

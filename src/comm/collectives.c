@@ -56,7 +56,9 @@ static size_t mti_blocks(const mt_comm *comm, const mti_call *call) {
     return (size_t)(call->ranks ? call->ranks : comm->size);
 }
 
-/* The sum of the first n counts. NULL: each is `count`. */
+/* Count number r, and the sum of the first n counts. NULL: each is `count`. */
+static size_t mti_count_at(const size_t *counts, size_t count, int r) { return counts ? counts[r] : count; }
+
 static size_t mti_counts_sum(const size_t *counts, size_t count, int n) {
     size_t sum = 0;
     int r;
@@ -551,7 +553,7 @@ static mt_status mti_move_all_to_all(mt_context *ctx, const mt_comm *comm, const
         const mti_slot *slot = mti_slot_of(comm->group, from);
         const char *block = (const char *)slot->send + element * mti_counts_sum(slot->sends, call->count, comm->rank);
         char *to = (char *)call->recv + element * mti_counts_sum(call->recvs, call->count, from);
-        MT_TRY(mti_bytes_copy(ctx, to, block, element * (call->recvs ? call->recvs[from] : call->count)));
+        MT_TRY(mti_bytes_copy(ctx, to, block, element * mti_count_at(call->recvs, call->count, from)));
     }
     return MT_SUCCESS;
 }
@@ -618,9 +620,7 @@ static size_t mti_pieces_most(const mt_comm *comm, const mti_call *call, size_t 
 /* -- one call -- */
 
 static mt_status mti_alone_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    size_t count = call->sends ? call->sends[0] : call->count;
-    (void)comm;
-    return mti_bytes_copy(ctx, call->recv, call->send, count * mt_dtype_size(call->dtype));
+    return mti_bytes_copy(ctx, call->recv, call->send, mti_send_elements(comm, call) * mt_dtype_size(call->dtype));
 }
 
 static mti_call mti_call_make(int kind, const void *send, void *recv, size_t count, mt_dtype dtype) {
@@ -638,13 +638,12 @@ static mti_call mti_call_make(int kind, const void *send, void *recv, size_t cou
 
 /* Tells the layers which memory a collective has written. */
 static void mti_forget_received(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
-    size_t block = call->count * mt_dtype_size(call->dtype);
+    size_t element = mt_dtype_size(call->dtype), block = call->count * element;
     if (!call->recv) return; /* there is no data, or there are no elements */
-    if (mti_is_all_to_all(call))
-        mti_notify_forgotten(ctx, call->recv, mti_recv_elements(comm, call) * mt_dtype_size(call->dtype), 0);
-    else if (call->kind == MT_ALL_GATHER)
+    if (call->kind == MT_ALL_GATHER)
         mti_notify_forgotten(ctx, (char *)call->recv + (size_t)call->first * block, mti_blocks(comm, call) * block, 0);
-    else if (mti_has_block(call, comm->rank)) mti_notify_forgotten(ctx, call->recv, block, 0);
+    else if (mti_has_block(call, comm->rank))
+        mti_notify_forgotten(ctx, call->recv, mti_recv_elements(comm, call) * element, 0);
 }
 
 /* Checks, runs and records a collective. Further chunks of a call add to its bytes, but not to the number of calls. */

@@ -568,29 +568,33 @@ static mt_status mti_link_compare_counts(mt_context *ctx, mt_comm *comm, const m
     return MT_SUCCESS;
 }
 
+/* The elements of a block that are in the chunk after `done` of them. */
+static size_t mti_link_chunk(size_t block, size_t done, size_t most) {
+    size_t left = block > done ? block - done : 0;
+    return left < most ? left : most;
+}
+
 /* Sends each rank its block, and receives one from each rank, in chunks of at most MTI_LINK_MESSAGE bytes. */
 static mt_status mti_link_all_to_all(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    size_t element = mt_dtype_size(call->dtype), done, most = MTI_LINK_MESSAGE / element, left = 1;
+    size_t element = mt_dtype_size(call->dtype), most = MTI_LINK_MESSAGE / element, largest = 1, done;
     int i;
-    for (done = 0; left > 0; done += most) {
-        left = 0;
+    for (done = 0; done < largest; done += most) {
         mti_link_begin(comm);
         for (i = 0; i < comm->size; i++) {
             int peer = (comm->rank + i) % comm->size;
-            size_t send = call->sends ? call->sends[peer] : call->count, recv = call->recvs ? call->recvs[peer] : send;
-            const char *from = (const char *)call->send + element * mti_counts_sum(call->sends, call->count, peer);
-            char *to = (char *)call->recv + element * mti_counts_sum(call->recvs, call->count, peer);
-            size_t sends = send > done ? send - done : 0, recvs = recv > done ? recv - done : 0;
-            if (i == 0) {
-                if (done == 0) mti_copy(to, from, send * element);
-                continue;
-            }
-            if (sends > most || recvs > most) left = 1;
-            if (recvs > most) recvs = most;
-            if (sends > most) sends = most;
-            if (recvs) mti_link_receive(comm, comm->link->count, to + done * element, recvs * element, peer);
-            if (sends)
-                mti_link_send(comm, comm->link->count, from + done * element, sends * element, peer, MTI_LINK_DATA);
+            size_t sends = mti_count_at(call->sends, call->count, peer);
+            size_t recvs = mti_count_at(call->recvs, call->count, peer);
+            const char *from = (const char *)call->send;
+            char *to = (char *)call->recv;
+            from += (mti_counts_sum(call->sends, call->count, peer) + done) * element;
+            to += (mti_counts_sum(call->recvs, call->count, peer) + done) * element;
+            if (largest < sends) largest = sends;
+            if (largest < recvs) largest = recvs;
+            sends = mti_link_chunk(sends, done, most) * element;
+            recvs = mti_link_chunk(recvs, done, most) * element;
+            if (i == 0) mti_copy(to, from, sends);
+            if (i > 0 && recvs) mti_link_receive(comm, comm->link->count, to, recvs, peer);
+            if (i > 0 && sends) mti_link_send(comm, comm->link->count, from, sends, peer, MTI_LINK_DATA);
         }
         MT_TRY(mti_link_wait(ctx, comm));
     }

@@ -522,7 +522,7 @@ static ncclResult_t mti_nccl_all_to_all(mt_context *ctx, mt_comm *comm, const mt
     int r;
     ncclGroupStart();
     for (r = 0; r < comm->size && mti_nccl_goes_on(result); r++) {
-        size_t send = call->sends ? call->sends[r] : call->count, recv = call->recvs ? call->recvs[r] : call->count;
+        size_t send = mti_count_at(call->sends, call->count, r), recv = mti_count_at(call->recvs, call->count, r);
         if (send > 0) result = ncclSend(from, send, type, r, handle, ctx->stream);
         if (recv > 0 && mti_nccl_goes_on(result)) result = ncclRecv(to, recv, type, r, handle, ctx->stream);
         from += send * element;

@@ -42,12 +42,12 @@ struct mti_cached {
    in the columns behind them, which add nothing to a product, and of the results only the features are stored.
 
    The kernels with SPANS = true also have a window, packed documents, a soft cap, ALiBi, and a kv_seq that is not seq.
-   Their blocks begin by computing
-   the span [first, end) of each of their rows, the keys that a query sees or the queries that see a key, and keep the
-   spans in shared memory. A block goes over the tiles from the first one that any of its rows sees to the last one. In
-   each step a warp votes whether any of its rows sees any column of the tile, otherwise it skips the tile, and whether
-   all of its rows see all columns, otherwise it masks the tile. So the work is proportional to the window, or to the
-   sizes of the documents. The kernels with SPANS = false have only a causal mask and lengths, which need no memory. */
+   Their blocks begin by computing the span [first, end) of each of their rows, the keys that a query sees or the
+   queries that see a key, and keep the spans in shared memory. A block goes over the tiles from the first one that any
+   of its rows sees to the last one. In each step a warp votes whether any of its rows sees any column of the tile,
+   otherwise it skips the tile, and whether all of its rows see all columns, otherwise it masks the tile. So the work is
+   proportional to the window, or to the sizes of the documents. The kernels with SPANS = false have only a causal mask
+   and lengths, which need no memory. */
 #define MTI_FLASH_ROWS 128 /* rows of a block, but see mti_flash_back_rows */
 #define MTI_LOG2E 1.4426950408889634f
 
