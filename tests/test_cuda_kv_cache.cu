@@ -298,13 +298,6 @@ static void check_row(const config *c, const char *what, const float *row, const
     }
 }
 
-/* Tells the context what nvcc has compiled the kernels for. 0: it has not asked yet. */
-static void set_built_for(int arch) {
-    mti_kernels *kernels = NULL;
-    OK(mti_kernels_open(gpu, &kernels));
-    kernels->built_for = arch;
-}
-
 /* The row of mti_kv_table that runs a call. */
 static const char *kernel_of(const call *k) {
     mti_kv kv;
