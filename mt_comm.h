@@ -7529,6 +7529,7 @@ typedef struct mti_watchdog {
     pthread_t thread;
     int ordinal, users; /* users: communicators that have this watchdog */
     int ends;
+    int aborts;         /* atomic: the thread runs an abort */
     mt_comm *inside;    /* the communicator of the call that is inside NCCL; NULL: none */
     mti_stopwatch call; /* the time of the last call */
     uint64_t calls;     /* number of calls so far */
@@ -7553,11 +7554,13 @@ static void *mti_watchdog_run(void *argument) {
             mti_aborts *aborts = mti_aborts_new(1, w->ordinal);
             w->inside = NULL;
             w->late = waited + 1e-9; /* more than 0 */
+            __atomic_store_n(&w->aborts, 1, __ATOMIC_RELAXED);
             /* An abort may wait for kernels of other communicators. The caller of the aborted call aborts those
                meanwhile, for which it needs the mutex. */
             pthread_mutex_unlock(&w->mutex);
             mti_aborts_add(aborts, handle, NULL);
             mti_aborts_run(aborts);
+            __atomic_store_n(&w->aborts, 0, __ATOMIC_RELEASE);
             pthread_mutex_lock(&w->mutex);
             continue;
         }
@@ -7625,6 +7628,14 @@ static void mti_nccl_enter(mt_comm *comm) {
     sleeps = w->wakes > w->call.looked + w->call.tick;
     pthread_mutex_unlock(&w->mutex);
     if (sleeps) pthread_cond_signal(&w->cond);
+}
+
+/* Waits for the abort that the watchdog runs, for at most the patience of mti_aborts_run. The abort releases the caller
+   early, and deregisters memory at its end. */
+static void mti_watchdog_wait(const mt_comm *comm) {
+    const mti_watchdog *w = comm->nccl.watchdog;
+    mti_stopwatch watch = mti_stopwatch_start(MTI_ABORT_PATIENCE);
+    while (w && __atomic_load_n(&w->aborts, __ATOMIC_ACQUIRE)) mti_rest(mti_waited(&watch), 1e-3);
 }
 
 /* Ends what mti_nccl_enter has begun. Returns the seconds after which the watchdog aborted the call; 0: it did not. The
@@ -8016,6 +8027,7 @@ static void mti_window_end(mt_context *ctx, mti_window *w) {
     struct ncclComm *handle = w->comm->nccl.broken ? NULL : w->comm->nccl.handle;
     ncclResult_t result = ncclSuccess;
     if (!handle) { /* an abort deregisters */
+        mti_watchdog_wait(w->comm);
         mt_host_free(w);
         return;
     }

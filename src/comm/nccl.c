@@ -376,6 +376,7 @@ static void mti_window_end(mt_context *ctx, mti_window *w) {
     struct ncclComm *handle = w->comm->nccl.broken ? NULL : w->comm->nccl.handle;
     ncclResult_t result = ncclSuccess;
     if (!handle) { /* an abort deregisters */
+        mti_watchdog_wait(w->comm);
         mt_host_free(w);
         return;
     }

@@ -49,6 +49,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdarg>
 #include <cstdint>
@@ -86,6 +87,9 @@ void nccl_refuse_windows(bool on); // ncclCommWindowRegister returns success, an
 // The creation of a communicator does not end on a rank while a collective of any communicator waits for peers, as if
 // the rank had to allocate memory, and the memory of all devices were one. Rank 0 is ahead of the others.
 void nccl_allocate_in_creation(bool on);
+// The abort of a communicator with windows first releases its calls and streams. It deregisters the windows a while
+// later.
+void nccl_abort_slowly(bool on);
 
 struct NcclCounts {
     // communicators created so far, and alive now; registrations now, including windows; windows now; groups of calls
@@ -1591,6 +1595,7 @@ template <class T> ncclResult_t query(const ncclComm *comm, T *value, T answer, 
 }
 
 bool creation_allocates = false;
+std::atomic<bool> aborts_are_slow{false};
 
 bool a_collective_waits() {
     for (const auto &comm : all_comms)
@@ -1619,6 +1624,7 @@ void check_graphs(const ncclComm &comm, const char *what) {
 // The second half of aborts: waits for the kernels of the communicators, and ends them.
 void reclaim(const std::vector<ncclComm *> &comms) {
     for (ncclComm *comm : comms) {
+        if (aborts_are_slow && !comm->windows.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(200));
         if (comm->order && cudaStreamSynchronize(comm->order) != cudaSuccess) report("ncclCommAbort: a stream failed");
         Guard guard;
         leave(*comm);
@@ -1670,6 +1676,8 @@ void nccl_allocate_in_creation(bool on) {
     Guard guard;
     creation_allocates = on;
 }
+
+void nccl_abort_slowly(bool on) { aborts_are_slow = on; }
 
 void nccl_let_mismatches_hang(bool on) {
     Guard guard;
