@@ -1655,6 +1655,16 @@ static mt_status mti_attention_create(mt_context *ctx, const mti_origin *from, c
     return mti_attention_tables(ctx, from->params, out);
 }
 
+/* Refuses context ranks: each would see the keys of its own tokens alone. */
+static mt_status mti_expect_whole_sequences(mt_context *ctx, const char *function, const char *name,
+                                            const mt_params *params) {
+    const mt_grid *grid = mt_params_grid(params);
+    if (grid->cp_size == 1) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_UNSUPPORTED,
+                   "%s: '%s' needs whole sequences, but %d context ranks have parts of them (mt_grid_desc.cp)",
+                   function, name, grid->cp_size);
+}
+
 MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, const char *name,
                                           const mt_self_attention_desc *desc, mt_self_attention *out) {
     mti_origin from = mti_from_registry(params);
@@ -1667,6 +1677,7 @@ MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, co
     d = *desc;
     if (!d.kv_heads) d.kv_heads = d.heads;
     MT_TRY(mti_attention_check(ctx, "mt_self_attention_create", name, &d, mt_params_shards(params)));
+    MT_TRY(mti_expect_whole_sequences(ctx, "mt_self_attention_create", name, params));
     mark = mt_params_mark(params);
     mti_attention_begin(&d, mti_group_pieces(d.heads, d.kv_heads, mt_params_shards(params)), out);
     return mt_create_end(params, mark, out, sizeof *out, mti_attention_create(ctx, &from, name, out));
@@ -2565,6 +2576,7 @@ MT_API mt_status mt_cross_attention_create(mt_context *ctx, mt_params *params, c
     if (!d.kv_heads) d.kv_heads = d.heads;
     if (!d.kv_hidden) d.kv_hidden = d.hidden;
     MT_TRY(mti_cross_desc_check(ctx, function, name, &d, mt_params_shards(params)));
+    MT_TRY(mti_expect_whole_sequences(ctx, function, name, params));
     d.scores.mask = MT_MASK_BIDIRECTIONAL;
     mark = mt_params_mark(params);
     memset(out, 0, sizeof *out);
@@ -3490,10 +3502,10 @@ static mt_status mti_model_table_ids(mt_context *ctx, const mt_language_model *m
    or, with is_split 1, those of this rank's rows, and others on the data ranks. */
 static mt_status mti_ids_begin(mt_context *ctx, const mt_grid *grid, const int32_t *ids, int64_t rows, int is_split) {
     mt_tensor t = mt_tensor_make(ids, MT_I32, rows, 1);
-    mt_placement tp = mt_placement_of(ctx, grid->tp, t), dp = mt_placement_of(ctx, grid->dp, t);
+    mt_placement tp = mt_placement_of(ctx, grid->tp, t), dp = mt_placement_of(ctx, grid->dp_cp, t);
     if (tp == MT_UNDECLARED || tp == MT_REPLICATED) tp = is_split ? MT_SPLIT_ROWS : MT_REPLICATED;
     MT_TRY(mt_check_view(ctx, grid->tp, t, tp));
-    return mt_check_view(ctx, grid->dp, t, dp);
+    return mt_check_view(ctx, grid->dp_cp, t, dp);
 }
 
 static mt_status mti_ids_end(mt_context *ctx, mt_status status) {
@@ -4472,7 +4484,7 @@ static mt_status mti_bert_pool(mt_context *ctx, const mt_bert *bert, const mt_ba
     MT_TRY(mti_add_first_tokens(ctx, &bert->model, batch, x, tokens, 0));
     if (bert->desc.layer.sequence_parallel) {
         MT_TRY(mt_declare(ctx, bert->model.grid->tp, tokens, MT_PARTIAL));
-        MT_TRY(mt_declare(ctx, bert->model.grid->dp, tokens, mt_placement_of(ctx, bert->model.grid->dp, x)));
+        MT_TRY(mt_declare(ctx, bert->model.grid->dp_cp, tokens, mt_placement_of(ctx, bert->model.grid->dp_cp, x)));
         MT_TRY(mt_reduce_from_tensor_region_forward(ctx, bert->model.grid->tp, tokens));
     }
     MT_TRY(mt_column_parallel_linear_activation_forward(ctx, &bert->pooler, MT_TANH, tokens, h, *pooled,

@@ -1137,6 +1137,11 @@ MT_API void mt_trace_recompute(mt_context *ctx, int recomputes);
    different nodes. At first it is size - 1: all ranks are neighbours. A smaller span is ignored. */
 MT_API void mt_comm_set_span(mt_comm *comm, int span);
 
+/* Says that the ranks of comm are a plane, whose rows are groups like `first`, and whose columns are groups like
+   `second`. Check mode then keeps placements over these two, and not over comm: what is split over comm is split over
+   both. Both must live as long as comm. mt_grid_create calls it for dp_cp. */
+MT_API void mt_comm_set_factors(mt_comm *comm, mt_comm *first, mt_comm *second);
+
 /* These three do the work of mt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region and
    mt_reduce_from_tensor_region_forward in several calls, one for each chunk, so that a product of one chunk can run
    while the next one is sent. Every call gets the whole views x and y, as those functions do, also in place. All ranks
@@ -1328,7 +1333,7 @@ MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const cha
    mt_check_numbers notes `count` numbers of a call, such as those of its desc, which must be the same on all ranks of a
    group. The message calls them "`what` of `where`". Ranks with rows of t of their own may have others, such as the
    mask of their queries; t is mt_none() if they may not. data 1: those of "data" may not in any case. data 2: ranks
-   with a term of the sum t may have others, and data ranks with rows of their own, and no other ranks.
+   with a term of the sum t may have others, and ranks of "data" and "context" with rows of their own, and no others.
    mt_check_side notes an operand that is no matrix of a rule: an element for each row (along MT_SPLIT_ROWS) or column
    (MT_SPLIT_COLS) of t, such as targets or lengths. If a group splits t in this way, each rank must have its own
    elements, otherwise all ranks must have the same ones. alike 1: ranks may have the same elements in any case.
@@ -1695,6 +1700,7 @@ struct mt_comm {
     struct mti_link *link; /* only over MPI or a transport of the program */
     int rank, size;
     int span;               /* see mt_comm_set_span */
+    mt_comm *factors[2];    /* see mt_comm_set_factors; NULL: none */
     mti_nccl nccl;          /* only over NCCL */
     struct mti_rank *owner; /* the launched rank that the communicator belongs to, or NULL */
     mt_comm *next;          /* in the list mti_rank.children of the owner */
@@ -2682,6 +2688,12 @@ static mti_group *mti_root_of(mti_group *g) { return g && g->root ? g->root : g;
 
 MT_API void mt_comm_set_span(mt_comm *comm, int span) {
     if (comm && span >= comm->size - 1) comm->span = span;
+}
+
+MT_API void mt_comm_set_factors(mt_comm *comm, mt_comm *first, mt_comm *second) {
+    if (!comm) return;
+    comm->factors[0] = first;
+    comm->factors[1] = second;
 }
 
 MT_API int mt_comm_rank(const mt_comm *comm) { return comm ? comm->rank : 0; }
@@ -12453,6 +12465,21 @@ static int mti_axis_of(mti_checker *c, const mt_comm *comm, int add) {
     return c->count++;
 }
 
+/* The groups over which a tensor has placements when a call names a communicator: this one, or its factors. */
+typedef struct mti_axes {
+    int at[2], count; /* count 0: there is none, as in a group of one */
+} mti_axes;
+
+static mti_axes mti_axes_of(mti_checker *c, const mt_comm *comm, int add) {
+    mti_axes axes = {{0, 0}, 0};
+    int i, g;
+    for (i = 0; i < (comm && comm->factors[0] ? 2 : 1); i++) {
+        g = mti_axis_of(c, comm && comm->factors[0] ? comm->factors[i] : comm, add);
+        if (g >= 0) axes.at[axes.count++] = g;
+    }
+    return axes;
+}
+
 /* Returns the parameter or gradient that has all memory of e, or NULL. */
 static mti_placed *mti_parameter_at(const mti_checker *c, mti_extent e) {
     size_t i = mti_placed_before(&c->parameters, e.end);
@@ -12825,15 +12852,18 @@ static mti_placed *mti_newest_at(const mti_checker *c, mti_extent at) {
 static mt_status mti_declare_set(mt_context *ctx, const mt_comm *comm, mt_tensor t, int set) {
     mti_placed *p;
     mti_known k;
-    int g;
+    mti_axes axes;
+    int i;
     MT_TRY(mti_watch_extent(ctx, mti_extent_of(t), 0));
-    g = mti_axis_of(ctx->checker, comm, 1);
+    axes = mti_axes_of(ctx->checker, comm, 1);
     k = mti_known_of(ctx->checker, t);
-    if (g >= 0 && set == 1 << MT_PARTIAL) MT_TRY(mti_terms_share(ctx, g, t));
-    if (g >= 0) ctx->checker->axes[g].only_group = 0;
-    if (g < 0) return k.unwritten ? mti_forget_view(ctx, t) : MT_SUCCESS; /* in a group of one, too, it was written */
+    if (axes.count == 0) return k.unwritten ? mti_forget_view(ctx, t) : MT_SUCCESS; /* it was written there, too */
     if (k.zero && !k.parameter) memset(k.may, MTI_ALL_PLACEMENTS, sizeof k.may);
-    k.may[g] = (unsigned char)set;
+    for (i = 0; i < axes.count; i++) {
+        if (set == 1 << MT_PARTIAL) MT_TRY(mti_terms_share(ctx, axes.at[i], t));
+        ctx->checker->axes[axes.at[i]].only_group = 0;
+        k.may[axes.at[i]] = (unsigned char)set;
+    }
     MT_TRY(mti_placement_note(ctx, t, k.may, 0, "mt_declare", NULL));
     if (k.some_columns) mti_columns_note(ctx->checker, t);
     p = mti_newest_at(ctx->checker, mti_extent_of(t));
@@ -12894,17 +12924,20 @@ static mt_status mti_view_share(mt_context *ctx, int g, mt_tensor t, mt_placemen
 
 MT_API mt_status mt_check_view(mt_context *ctx, const mt_comm *comm, mt_tensor t, mt_placement placement) {
     mti_placed *view;
-    int g;
+    mti_axes axes;
+    int i;
     if (!ctx) return MT_ERR_ARGUMENT;
     MT_TRY(mti_expect_placement(ctx, "mt_check_view", placement));
     if (!ctx->checker) return MT_SUCCESS;
-    g = mti_axis_of(ctx->checker, comm, 1);
+    axes = mti_axes_of(ctx->checker, comm, 1);
     view = mti_placed_add(&ctx->checker->views);
     if (!view) return mt_fail(ctx, MT_ERR_MEMORY, "mt_check_view: no memory for the checks of placements");
     if (mti_has_elements(t)) view->at = mti_extent_of(t);
     memset(view->may, MTI_ALL_PLACEMENTS, sizeof view->may);
-    if (g >= 0 && placement != MT_UNDECLARED) view->may[g] = (unsigned char)(1 << placement);
-    return g < 0 ? MT_SUCCESS : mti_view_share(ctx, g, t, placement);
+    for (i = 0; i < axes.count && placement != MT_UNDECLARED; i++)
+        view->may[axes.at[i]] = (unsigned char)(1 << placement);
+    for (i = 0; i < axes.count; i++) MT_TRY(mti_view_share(ctx, axes.at[i], t, placement));
+    return MT_SUCCESS;
 }
 
 MT_API void mt_check_group(mt_context *ctx, const mt_comm *comm) {
@@ -12928,23 +12961,26 @@ MT_API mt_status mt_declare_zero(mt_context *ctx, mt_tensor t) {
 MT_API mt_placement mt_placement_of(const mt_context *ctx, const mt_comm *comm, mt_tensor t) {
     const mti_placed *p;
     mti_known k;
-    int g, placement;
+    mti_axes axes;
+    int placement, i, may = 0;
     if (!mt_check_mode(ctx) || !mti_has_elements(t)) return MT_UNDECLARED;
-    g = mti_axis_of(ctx->checker, comm, 0);
-    p = g < 0 && comm ? mti_parameter_at(ctx->checker, mti_extent_of(t)) : NULL;
-    if (g < 0) return p && strcmp(p->summed_over, comm->name) == 0 ? MT_REPLICATED : MT_UNDECLARED;
+    axes = mti_axes_of(ctx->checker, comm, 0);
+    p = axes.count == 0 && comm ? mti_parameter_at(ctx->checker, mti_extent_of(t)) : NULL;
+    if (axes.count == 0) return p && strcmp(p->summed_over, comm->name) == 0 ? MT_REPLICATED : MT_UNDECLARED;
     k = mti_known_of(ctx->checker, t);
+    for (i = 0; i < axes.count; i++) may |= k.may[axes.at[i]];
     for (placement = MT_REPLICATED; placement <= MT_PARTIAL; placement++)
-        if ((!k.zero || k.parameter) && k.may[g] == 1 << placement) return (mt_placement)placement;
+        if ((!k.zero || k.parameter) && may == 1 << placement) return (mt_placement)placement;
     return MT_UNDECLARED;
 }
 
 /* Notes a parameter's value or gradient. */
-static mt_status mti_declare_part(mt_context *ctx, const char *name, int tensor, int data, mt_tensor t, int may,
+static mt_status mti_declare_part(mt_context *ctx, const char *name, int tensor, mti_axes data, mt_tensor t, int may,
                                   int64_t parts, int is_gradient, int partial) {
     mti_checker *c = ctx->checker;
     const char *copy;
     mti_placed *p;
+    int i;
     if (!mti_has_elements(t)) return MT_SUCCESS;
     mti_forget(ctx, t.data, (size_t)t.rows * (size_t)t.cols * mt_dtype_size(t.dtype));
     copy = mti_names_add(c, name);
@@ -12957,8 +12993,8 @@ static mt_status mti_declare_part(mt_context *ctx, const char *name, int tensor,
     memset(p->may, MTI_ALL_PLACEMENTS, sizeof p->may);
     memset(p->allowed, MTI_ALL_PLACEMENTS, sizeof p->allowed);
     if (tensor >= 0) p->may[tensor] = p->allowed[tensor] = (unsigned char)(may | (partial ? 1 << MT_PARTIAL : 0));
-    if (data >= 0)
-        p->may[data] = p->allowed[data] =
+    for (i = 0; i < data.count; i++)
+        p->may[data.at[i]] = p->allowed[data.at[i]] =
             (unsigned char)(is_gradient ? 1 << MT_REPLICATED | 1 << MT_PARTIAL : 1 << MT_REPLICATED);
     memcpy(p->adds, p->allowed, sizeof p->adds);
     if (tensor >= 0 && partial && may == 1 << MT_REPLICATED) p->adds[tensor] = 1 << MT_PARTIAL;
@@ -12968,13 +13004,14 @@ static mt_status mti_declare_part(mt_context *ctx, const char *name, int tensor,
 MT_API mt_status mt_declare_parameter(mt_context *ctx, const char *name, const mt_comm *tensor, const mt_comm *data,
                                       mt_tensor value, mt_tensor grad, mt_placement placement, int64_t parts,
                                       int partial) {
-    int t, d;
+    mti_axes d;
+    int t;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!name) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_declare_parameter: name is NULL");
     MT_TRY(mti_expect_placement(ctx, "mt_declare_parameter", placement));
     if (!mt_check_mode(ctx)) return MT_SUCCESS;
     t = mti_axis_of(ctx->checker, tensor, 1);
-    d = mti_axis_of(ctx->checker, data, 1);
+    d = mti_axes_of(ctx->checker, data, 1);
     MT_TRY(mti_declare_part(ctx, name, t, d, value, 1 << placement, parts, 0, 0));
     return mti_declare_part(ctx, name, t, d, grad, 1 << placement, parts, 1, partial);
 }
@@ -13019,7 +13056,11 @@ static int mti_letter_set(char letter) {
     return at && *at ? 1 << (at - letters) : MTI_ALL_PLACEMENTS;
 }
 
+/* Whether the rows of different ranks of a group are other sequences. */
 static int mti_is_data(const mti_axis *axis) { return strcmp(axis->name, "data") == 0; }
+
+/* Whether they are other tokens of the batch: of other sequences, or of the same ones. */
+static int mti_has_tokens(const mti_axis *axis) { return mti_is_data(axis) || strcmp(axis->name, "context") == 0; }
 
 /* Whether operands i and k of a call are views of one tensor, with as many columns. */
 static int mti_is_sibling(const mti_ruling *r, int i, int k) {
@@ -13251,14 +13292,14 @@ static const char *mti_region_remedy(int is, int must, int is_gradient) {
 }
 
 /* Returns the call that makes an operand what it must be, or NULL. Over the data group there are no regions: the ranks
-   add up terms of a sum, and a number that each has of its own tokens. */
+   add up terms of a sum, and a number that each has of its own tokens. Context ranks do this, too, and gather keys. */
 static const char *mti_remedy(const mti_checker *c, const mti_ruled *o, int g, int must) {
     int is = o->known.may[g], sums = is >> MT_PARTIAL & 1, whole = must >> MT_REPLICATED & 1;
     int number = o->operand->t.rows == 1 && o->operand->t.cols == 1;
     if (whole && sums && o->known.parameter && o->known.parameter->is_gradient) return "mt_sync_gradients";
     if (whole && (o->operand->use & MT_ARG_GATHERED)) return "mt_all_gather";
-    if (!mti_is_data(&c->axes[g])) return mti_region_remedy(is, must, mti_is_gradient(o));
-    return whole && (sums || number) ? "mt_all_reduce" : NULL;
+    if (mti_has_tokens(&c->axes[g]) && whole && (sums || number)) return "mt_all_reduce";
+    return mti_is_data(&c->axes[g]) ? NULL : mti_region_remedy(is, must, mti_is_gradient(o));
 }
 
 /* Writes which operand, that all ranks have, could be this rank's term of a sum, so that a case would fit. */
@@ -13498,18 +13539,18 @@ static void mti_ruling_fill(mti_checker *c, mti_ruling *r, const mt_operand *ope
     }
 }
 
-/* Decides what numbers that were not declared are, such as ids: others on data ranks, as in the models, and what the
-   only case that fits wants. */
+/* Decides what numbers that were not declared are, such as ids: others on data and context ranks, as in the models, and
+   what the only case that fits wants. */
 static void mti_numbers_assume(mti_ruling *r, int i, int g) {
     mti_ruled *o = &r->operands[i];
     const char *more = r->rule->data_cases, *at = NULL;
-    int is_data = mti_is_data(&r->checker->axes[g]), set = 0, first, misfits;
+    int tokens = mti_has_tokens(&r->checker->axes[g]), set = 0, first, misfits;
     if (!mti_only_reads(o) || o->operand->t.dtype != MT_I32 || o->known.zero) return;
     if (o->known.may[g] != MTI_ALL_PLACEMENTS || o->known.count > 1) return;
-    if (!is_data) more = NULL;
+    if (!mti_is_data(&r->checker->axes[g])) more = NULL;
     while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
         misfits = mti_case_misfits(r, at, g, &first);
-        if (misfits == 0 && (!is_data || at[i] == 'r')) set |= mti_letter_set(at[i]);
+        if (misfits == 0 && (!tokens || at[i] == 'r')) set |= mti_letter_set(at[i]);
     }
     if (!set || set & (set - 1)) return;
     o->known.may[g] = (unsigned char)set;
@@ -14252,25 +14293,29 @@ static mt_status mti_move_check(mt_context *ctx, const mt_comm *comm, const char
     mt_rule rule = {"x", cases, NULL};
     unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
     mt_tensor x = from->t, y = to->t;
+    mti_axes axes;
     mti_known read;
     mti_ruling r;
-    int g;
+    int i;
     if (!mt_check_mode(ctx) || !mti_has_elements(x)) return MT_SUCCESS;
-    g = mti_axis_of(ctx->checker, comm, 1);
-    if (g < 0) return mti_moved(ctx, where, x, y);
+    axes = mti_axes_of(ctx->checker, comm, 1);
+    if (axes.count == 0) return mti_moved(ctx, where, x, y);
     mti_ruling_of(&r, ctx->checker, where, &rule, from);
     if (from->use & MT_ARG_GRADIENT) r.operands[0].known.is_gradient = 1;
     MT_TRY(mti_slots_check(ctx, &r));
     MT_TRY(mti_slot_check(ctx, where, NULL, to->name, y));
     MT_TRY(mti_written_check(ctx, &r));
-    if (strcmp(cases, "P") == 0) MT_TRY(mti_sum_check(ctx, &r, g));
-    MT_TRY(mti_rule_axis(ctx, &r, g, results));
     read = r.operands[0].known;
-    if (mti_has_elements(y) && y.rows > x.rows && mti_extents_meet(mti_extent_of(x), mti_extent_of(y)))
-        read.may[g] = MTI_ALL_PLACEMENTS; /* a gather in place: each rank reads its own part of what is replicated */
-    MT_TRY(mti_replica_read(ctx, where, NULL, from, &read));
     memcpy(may, r.operands[0].known.may, sizeof may);
-    may[g] = (unsigned char)mti_letter_set(becomes);
+    for (i = 0; i < axes.count; i++) {
+        int g = axes.at[i];
+        if (strcmp(cases, "P") == 0) MT_TRY(mti_sum_check(ctx, &r, g));
+        MT_TRY(mti_rule_axis(ctx, &r, g, results));
+        if (mti_has_elements(y) && y.rows > x.rows && mti_extents_meet(mti_extent_of(x), mti_extent_of(y)))
+            read.may[g] = MTI_ALL_PLACEMENTS; /* a gather in place: each rank reads its own part of the whole */
+        may[g] = (unsigned char)mti_letter_set(becomes);
+    }
+    MT_TRY(mti_replica_read(ctx, where, NULL, from, &read));
     if (mti_has_elements(y)) MT_TRY(mti_move_note(ctx, &r.operands[0].known, x, y, may, 0, where));
     mti_notify_move(ctx, &r, to);
     return MT_SUCCESS;
@@ -14289,17 +14334,22 @@ static mt_status mti_region_check(mt_context *ctx, const mt_comm *comm, const ch
 
 /* Whether something is known about x on a group. */
 static int mti_is_known(mt_context *ctx, const mt_comm *comm, mt_tensor x) {
-    int g = mti_axis_of(ctx->checker, comm, 0);
-    mti_known k;
-    if (g < 0 || ctx->checker->axes[g].only_group) return 0;
-    k = mti_known_of(ctx->checker, x);
-    return !k.zero && k.may[g] != MTI_ALL_PLACEMENTS;
+    const mti_axes axes = mti_axes_of(ctx->checker, comm, 0);
+    const mti_known k = mti_known_of(ctx->checker, x);
+    int i, known = 0;
+    for (i = 0; i < axes.count && !k.zero; i++)
+        if (!ctx->checker->axes[axes.at[i]].only_group && k.may[axes.at[i]] != MTI_ALL_PLACEMENTS) known = 1;
+    return known;
 }
 
 /* Whether x is split over a group. */
 static int mti_is_split(mt_context *ctx, const mt_comm *comm, mt_tensor x) {
-    int g = mti_axis_of(ctx->checker, comm, 0);
-    return g >= 0 && !(mti_known_of(ctx->checker, x).may[g] & ~MTI_SPLIT_PLACEMENTS);
+    const mti_axes axes = mti_axes_of(ctx->checker, comm, 0);
+    const mti_known k = mti_known_of(ctx->checker, x);
+    int i, split = axes.count > 0;
+    for (i = 0; i < axes.count; i++)
+        if (k.may[axes.at[i]] & ~MTI_SPLIT_PLACEMENTS) split = 0;
+    return split;
 }
 
 /* Returns the memory of a collective as a tensor with the columns of what was written there, or with one row. */
@@ -14341,7 +14391,8 @@ static mt_status mti_root_note(mt_context *ctx, const mti_known *known, mt_tenso
 static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
     static const mt_rule rule = {"sendbuf", "R r c", NULL};
     unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
-    int g = mti_axis_of(ctx->checker, comm, 0), is_root = comm->rank == call->root;
+    const mti_axes axes = mti_axes_of(ctx->checker, comm, 0);
+    int is_root = comm->rank == call->root, i;
     mt_operand operand;
     mt_tensor x;
     mti_ruling r;
@@ -14351,15 +14402,15 @@ static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const
     MT_TRY(mti_slots_check(ctx, &r));
     if (is_root) MT_TRY(mti_sent_check(ctx, &r));
     r.rule = &rule;
-    if (is_root && g >= 0) MT_TRY(mti_rule_axis(ctx, &r, g, results));
+    for (i = 0; is_root && i < axes.count; i++) MT_TRY(mti_rule_axis(ctx, &r, axes.at[i], results));
     operand.t.data = call->recv;
-    if (g < 0 && !is_root) return mti_forget_view(ctx, operand.t);
+    if (axes.count == 0 && !is_root) return mti_forget_view(ctx, operand.t);
     if (!mti_parameter_at(ctx->checker, mti_extent_of(operand.t)))
         mti_forget_parameters(ctx->checker, mti_extent_of(operand.t));
-    if (g < 0) return mti_root_note(ctx, &r.operands[0].known, x, operand.t);
+    if (axes.count == 0) return mti_root_note(ctx, &r.operands[0].known, x, operand.t);
     if (is_root) memcpy(may, r.operands[0].known.may, sizeof may);
     else memset(may, MTI_ALL_PLACEMENTS, sizeof may); /* the root alone knows about the other groups */
-    may[g] = 1 << MT_REPLICATED;
+    for (i = 0; i < axes.count; i++) may[axes.at[i]] = 1 << MT_REPLICATED;
     MT_TRY(mti_placement_note(ctx, operand.t, may, 0, "mt_broadcast", is_root ? r.operands[0].known.with : NULL));
     operand = mti_operand_of("recvbuf", operand.t, MT_ARG_OUT);
     mti_notify(ctx, "mt_broadcast", NULL, &operand, 1);
@@ -14453,15 +14504,18 @@ static mt_status mti_all_to_all_check(mt_context *ctx, const mt_comm *comm, cons
     return mti_collective_unknown(ctx, comm, call->kind, where, y);
 }
 
-/* A collective of the caller's own. What it makes of memory that is not declared is not known. Data ranks may sum
-   losses of other tokens, one by one. */
+/* A collective of the caller's own. What it makes of memory that is not declared is not known. Ranks with other
+   tokens may sum losses, one by one. */
 static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
     static const char *const names[] = {"mt_all_reduce", "mt_all_gather", "mt_reduce_scatter", "mt_broadcast"};
-    const char *parts = strcmp(comm->name, "data") == 0 ? "P r c" : "P";
+    const char *parts = "P";
     int is_float = mt_dtype_is_float(call->dtype), sums = call->op == MT_SUM && is_float;
     mt_operand from, to;
     mt_tensor x, y;
+    mti_axes axes;
     if (!mt_check_mode(ctx)) return MT_SUCCESS;
+    axes = mti_axes_of(ctx->checker, comm, 0);
+    if (axes.count > 0 && mti_has_tokens(&ctx->checker->axes[axes.at[0]])) parts = "P r c";
     if (mti_is_all_to_all(call)) return mti_all_to_all_check(ctx, comm, call);
     if (call->count == 0 || call->kind == MT_BARRIER) return MT_SUCCESS;
     if (call->kind == MT_BROADCAST && comm->size > 1) return mti_broadcast_check(ctx, comm, call);
@@ -14577,8 +14631,9 @@ typedef struct mti_replica_list {
 /* What ranks of a group have each for itself. Kinds:
    s  not all ranks may have the same
    S  no two ranks may have the same
-   d  of the data group: two ranks may have the same, but not in all entries of the same name, in MTI_DATA_ALIKE
-      comparisons from the first one on
+   d  of ranks with other tokens: two ranks may have the same, but not in all entries of the same name, in
+      MTI_DATA_ALIKE comparisons from the first one on
+   c  ids of context ranks: if they count up, no two ranks may have the same
    i  ids of rows: not all ranks may have the same, unless they have whole sequences
    p  the same ids: if they count up on each rank, the ranks together must have each position as often as any other
    g  a range of the columns of what all ranks have: all columns must be read by some rank */
@@ -14586,7 +14641,7 @@ typedef struct mti_share {
     const char *where, *with;
     char what[24], kind;
     int is_view;    /* 1: of mti_view_add */
-    int64_t rows;   /* of kinds i and p */
+    int64_t rows;   /* of kinds i, p and c */
     uint64_t piece; /* of kind g: the age of the whole */
     uint64_t mark;  /* a hash; of kind g the first column, the columns, and those of the whole, in 1024ths of it */
 } mti_share;
@@ -14849,23 +14904,23 @@ static int mti_share_mark(mt_context *ctx, mt_tensor t, uint64_t *mark) {
 /* Notes an operand that a call reads and that group g splits: what the program has declared, and integers. */
 static mt_status mti_share_read(mt_context *ctx, int g, const char *where, const char *with, const mt_operand *o,
                                 const mti_known *known) {
-    int is_ids = o->t.dtype == MT_I32, is_data = mti_is_data(&ctx->checker->axes[g]);
+    const int is_ids = o->t.dtype == MT_I32, tokens = mti_has_tokens(&ctx->checker->axes[g]);
+    const int positions = is_ids && !mti_is_data(&ctx->checker->axes[g]) && ctx->device == MT_DEVICE_CPU;
     mti_share e;
     if (known->may[g] != 1 << MT_SPLIT_ROWS && known->may[g] != 1 << MT_SPLIT_COLS) return MT_SUCCESS;
     if (ctx->checker->axes[g].only_group) return MT_SUCCESS;
     if (!is_ids && !known->is_declared) return MT_SUCCESS;
-    if (is_ids && ctx->device == MT_DEVICE_CPU && !mti_ids_differ(o->t, is_data)) return MT_SUCCESS;
-    if (is_ids && is_data && ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
+    if (is_ids && tokens && ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
     memset(&e, 0, sizeof e);
     e.where = where;
     e.with = with;
-    e.kind = is_data ? 'd' : is_ids ? 'i' : 's';
+    e.kind = tokens ? 'd' : is_ids ? 'i' : 's';
     e.rows = o->t.rows * o->t.cols;
     snprintf(e.what, sizeof e.what, "%s", o->name);
     if (!mti_share_mark(ctx, o->t, &e.mark)) return MT_SUCCESS;
-    MT_TRY(mti_share_add(ctx, g, &e));
-    if (e.kind != 'i' || ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
-    e.kind = 'p';
+    if (!is_ids || ctx->device != MT_DEVICE_CPU || mti_ids_differ(o->t, tokens)) MT_TRY(mti_share_add(ctx, g, &e));
+    if (!positions || !(tokens || mti_ids_differ(o->t, 0))) return MT_SUCCESS;
+    e.kind = tokens ? 'c' : 'p';
     e.mark = mti_counting_mark(o->t);
     return mti_share_add(ctx, g, &e);
 }
@@ -14978,6 +15033,7 @@ static int mti_range_misses(const mti_share_list *l, size_t i, const uint64_t *a
 /* Whether ranks a and b have alike what they must not, where entry i is. Of data, in all entries of the name. */
 static int mti_pair_alike(const mti_share_list *l, size_t i, const uint64_t *all, int a, int b) {
     size_t k;
+    if (l->list[i].kind == 'c' && all[(size_t)a * l->count + i] == MTI_NOT_COUNTING) return 0;
     for (k = 0; k < l->count; k++) {
         if (k != i && (l->list[i].kind != 'd' || l->list[k].kind != 'd')) continue;
         if (strcmp(l->list[k].what, l->list[i].what) != 0) continue;
@@ -15150,20 +15206,22 @@ static mt_status mti_place_note(mt_context *ctx, const char *where, const char *
 MT_API mt_status mt_check_replica(mt_context *ctx, const mt_comm *comm, const char *what, const char *name,
                                   mt_tensor t) {
     const mti_placed *p;
+    mti_axes axes;
     mti_replica e;
-    int g;
+    int i;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!what || mt_dtype_size(t.dtype) < 2)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_check_replica: what is NULL, or t is %s", mt_dtype_name(t.dtype));
     if (!mti_replicas_on(ctx) || !mti_has_elements(t)) return MT_SUCCESS;
-    g = mti_axis_of(ctx->checker, comm, 1);
-    if (g < 0) return MT_SUCCESS;
+    axes = mti_axes_of(ctx->checker, comm, 1);
+    if (axes.count == 0) return MT_SUCCESS;
     memset(&e, 0, sizeof e);
     p = mti_parameter_at(ctx->checker, mti_extent_of(t));
     e.with = p ? p->name : name; /* the checker's name outlives the parameter */
     snprintf(e.operand, sizeof e.operand, "%s", what);
     MT_TRY(mti_replica_hash(ctx, t, &e));
-    return mti_replica_add(ctx, g, &e);
+    for (i = 0; i < axes.count; i++) MT_TRY(mti_replica_add(ctx, axes.at[i], &e));
+    return MT_SUCCESS;
 }
 
 MT_API uint64_t mt_check_content_of(const double *numbers, int count) {
@@ -15191,7 +15249,7 @@ static int mti_numbers_bind(const mti_checker *c, int g, mt_tensor t, int data) 
     int others = 1 << (data == 2 ? MT_PARTIAL : MT_SPLIT_ROWS); /* what ranks with other numbers have */
     if (c->axes[g].only_group) return 0;
     if (!mti_has_elements(t) || (data == 1 && is_data)) return 1;
-    if (is_data) others |= 1 << MT_SPLIT_ROWS;
+    if (mti_has_tokens(&c->axes[g])) others |= 1 << MT_SPLIT_ROWS;
     return !(mti_known_of(c, t).may[g] & others);
 }
 
@@ -15269,17 +15327,19 @@ MT_API void mt_check_sequences(mt_context *ctx, mt_tensor t, int64_t seq) {
 }
 
 MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const char *what, float number) {
+    mti_axes axes;
     mti_replica e;
-    int g;
+    int i;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!what) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_check_number: what is NULL");
-    g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 1) : -1;
-    if (g < 0) return MT_SUCCESS;
+    if (!mti_replicas_on(ctx)) return MT_SUCCESS;
+    axes = mti_axes_of(ctx->checker, comm, 1);
     memset(&e, 0, sizeof e);
     e.differs = 'v';
     e.hash = mt_hash_word(0, mt_f32_bits(number));
     snprintf(e.operand, sizeof e.operand, "%s", what);
-    return mti_replica_add(ctx, g, &e);
+    for (i = 0; i < axes.count; i++) MT_TRY(mti_replica_add(ctx, axes.at[i], &e));
+    return MT_SUCCESS;
 }
 
 /* What rank b has, and rank a has not. */
@@ -15399,12 +15459,18 @@ static mt_status mti_replicas_compare(mt_context *ctx, mt_comm *comm, const char
 }
 
 MT_API mt_status mt_check_replicas(mt_context *ctx, mt_comm *comm, const char *where) {
+    mt_status status;
     int g;
     if (!ctx || !comm || !where)
         return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_check_replicas: %s is NULL",
                           !ctx   ? "ctx"
                           : comm ? "where"
                                  : "comm");
+    if (comm->factors[0]) {
+        status = mt_check_replicas(ctx, comm->factors[0], where);
+        MT_KEEP(status, mt_check_replicas(ctx, comm->factors[1], where)); /* the others of this group wait for it */
+        return status;
+    }
     g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 0) : -1;
     if (g < 0) return MT_SUCCESS;
     MT_TRY(mti_replicas_compare(ctx, comm, where, &ctx->checker->replicas->groups[g]));
@@ -15414,8 +15480,14 @@ MT_API mt_status mt_check_replicas(mt_context *ctx, mt_comm *comm, const char *w
 /* Counts a collective of a group, and compares the list of the group when it is due. */
 static mt_status mti_collective_passed(mt_context *ctx, mt_comm *comm, const char *name) {
     mti_replica_list *l;
+    mt_status status;
     char where[64];
     int g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 0) : -1;
+    if (comm->factors[0]) {
+        status = mti_collective_passed(ctx, comm->factors[0], name);
+        MT_KEEP(status, mti_collective_passed(ctx, comm->factors[1], name));
+        return status;
+    }
     if (g < 0) return MT_SUCCESS;
     l = &ctx->checker->replicas->groups[g];
     if (++l->moves < MTI_REPLICAS_EVERY) return MT_SUCCESS;

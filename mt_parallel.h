@@ -83,34 +83,40 @@ extern "C" {
 
 /* ---- process grid (src/parallel/grid.h) -------------------------------------------------------------------------- */
 
-/* The sizes of the process grid. Ranks are in Megatron's order: rank = tp_rank + tp * (dp_rank + dp * pp_rank). */
+/* The sizes of the process grid. Ranks are in Megatron's order, tp-cp-dp-pp:
+   rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank)). */
 typedef struct mt_grid_desc {
     int tp; /* tensor parallel ranks; 0: 1 */
-    int dp; /* data parallel ranks; 0: world size / (tp * pp) */
+    int dp; /* data parallel ranks; 0: world size / (tp * cp * pp) */
     int pp; /* pipeline stages; 0: 1 */
+    int cp; /* context parallel ranks, each of which has a part of every sequence; 0: 1 */
 } mt_grid_desc;
 
 typedef enum mt_group {
     MT_GROUP_TENSOR = 0,
     MT_GROUP_DATA = 1,
     MT_GROUP_PIPELINE = 2,
-    MT_GROUP_MODEL = 3,    /* tensor x pipeline: the ranks that hold one copy of the model */
-    MT_GROUP_EMBEDDING = 4 /* first and last pipeline stage, which share tied embeddings; empty on other stages */
+    MT_GROUP_MODEL = 3,     /* tensor x pipeline: the ranks that hold one copy of the model */
+    MT_GROUP_EMBEDDING = 4, /* first and last pipeline stage, which share tied embeddings; empty on other stages */
+    MT_GROUP_CONTEXT = 5,
+    MT_GROUP_DATA_CONTEXT = 6 /* data x context */
 } mt_group;
 
 /* This rank's communicators and its place in the grid. mt_grid_create fills it; callers only read it. embedding is NULL
-   on the stages between the first and the last. */
+   on the stages between the first and the last. The ranks of dp_cp have the same parameters, and all tokens of a batch
+   between them: they sum gradients and losses, and other comments call them data ranks. dp_cp is the communicator dp if
+   cp_size is 1. This rank's number in it is cp_rank + cp_size * dp_rank. */
 typedef struct mt_grid {
     mt_comm *world; /* owned by the caller */
-    mt_comm *tp, *dp, *pp, *model, *embedding;
-    int tp_size, dp_size, pp_size;
-    int tp_rank, dp_rank, pp_rank;
+    mt_comm *tp, *dp, *pp, *model, *embedding, *cp, *dp_cp;
+    int tp_size, dp_size, pp_size, cp_size;
+    int tp_rank, dp_rank, pp_rank, cp_rank;
 } mt_grid;
 
 /* Lists the group of kind `group` that contains `rank`. Writes its ranks to ranks, in ascending order, and their number
    to *count. ranks must have space for world_size entries. No communication.
-   Errors, without a message: MT_ERR_ARGUMENT (a size is negative, or rank is out of range), MT_ERR_SHAPE (tp * dp * pp
-   is not world_size or, when dp is 0, tp * pp does not divide world_size). */
+   Errors, without a message: MT_ERR_ARGUMENT (a size is negative, or rank is out of range), MT_ERR_SHAPE (the product
+   of the sizes is not world_size or, when dp is 0, that of the others does not divide world_size). */
 MT_API mt_status mt_grid_ranks(const mt_grid_desc *desc, int world_size, mt_group group, int rank, int *ranks,
                                int *count);
 
@@ -2031,61 +2037,78 @@ static mt_status mti_overlap_begin(mt_context *ctx, const mt_comm *comm, int kin
 
 /* ---- process grid (src/parallel/grid.c) -------------------------------------------------------------------------- */
 
-/* Writes the tensor, data and pipeline sizes to sizes, with the zeros of desc resolved. When they do not fit `world`
-   ranks, writes the error message to text. */
-static mt_status mti_grid_sizes(const mt_grid_desc *desc, int world, int sizes[3], char *text, size_t text_bytes) {
-    int tp = desc->tp ? desc->tp : 1, pipeline = desc->pp ? desc->pp : 1, data = desc->dp;
-    int64_t model = (int64_t)tp * pipeline;
-    const char *const names[] = {"tp", "dp", "pp", "world_size"};
-    const int values[] = {desc->tp, desc->dp, desc->pp, world};
+/* The directions of the grid, the fastest first. */
+enum { MTI_TP, MTI_CP, MTI_DP, MTI_PP, MTI_DIRECTIONS };
+
+/* Writes the size of each direction to sizes, with the zeros of desc resolved. When they do not fit `world` ranks,
+   writes the error message to text. */
+static mt_status mti_grid_sizes(const mt_grid_desc *desc, int world, int sizes[MTI_DIRECTIONS], char *text,
+                                size_t text_bytes) {
+    static const char *const names[] = {"tp", "cp", "dp", "pp", "world_size"};
+    const int given[] = {desc->tp, desc->cp, desc->dp, desc->pp, world};
+    int64_t others = 1; /* ranks without those of dp; at most 2 * world, so that it does not overflow */
     int i;
-    for (i = 0; i < 4; i++) {
-        int least = i == 3;
-        if (values[i] >= least) continue;
-        snprintf(text, text_bytes, "mt_grid: %s is %d, must be at least %d", names[i], values[i], least);
+    for (i = 0; i <= MTI_DIRECTIONS; i++) {
+        int least = i == MTI_DIRECTIONS;
+        if (given[i] >= least) continue;
+        snprintf(text, text_bytes, "mt_grid: %s is %d, must be at least %d", names[i], given[i], least);
         return MT_ERR_ARGUMENT;
     }
-    if (!data && world % model == 0) data = (int)(world / model);
-    if (!data || model > world || model * data != world) {
-        snprintf(text, text_bytes, "mt_grid: tp %d x dp %d x pp %d is not %d ranks", tp, data, pipeline, world);
+    for (i = 0; i < MTI_DIRECTIONS; i++) {
+        sizes[i] = given[i] ? given[i] : 1;
+        if (i != MTI_DP && others <= world) others *= sizes[i];
+    }
+    if (!given[MTI_DP] && world % others == 0) sizes[MTI_DP] = (int)(world / others);
+    if (others > world || others * sizes[MTI_DP] != world) {
+        snprintf(text, text_bytes, "mt_grid: tp %d x cp %d x dp %d x pp %d is not %d ranks", sizes[MTI_TP],
+                 sizes[MTI_CP], given[MTI_DP], sizes[MTI_PP], world);
         return MT_ERR_SHAPE;
     }
-    sizes[0] = tp;
-    sizes[1] = data;
-    sizes[2] = pipeline;
     return MT_SUCCESS;
 }
 
-/* Writes the tensor, data and pipeline rank of `rank` to at. */
-static void mti_grid_coordinates(const int sizes[3], int rank, int at[3]) {
-    at[0] = rank % sizes[0];
-    at[1] = rank / sizes[0] % sizes[1];
-    at[2] = rank / sizes[0] / sizes[1];
+/* Writes the place of `rank` in each direction to at. */
+static void mti_grid_coordinates(const int sizes[MTI_DIRECTIONS], int rank, int at[MTI_DIRECTIONS]) {
+    int i;
+    for (i = 0; i < MTI_DIRECTIONS; i++) {
+        at[i] = rank % sizes[i];
+        rank /= sizes[i];
+    }
 }
 
-static int mti_grid_end_stage(const int sizes[3], const int at[3]) { return at[2] == 0 || at[2] == sizes[2] - 1; }
-
-/* Returns 1 when ranks a and b are in the same group of this kind. */
-static int mti_grid_together(const int sizes[3], mt_group group, int a, int b) {
-    int x[3], y[3];
-    mti_grid_coordinates(sizes, a, x);
-    mti_grid_coordinates(sizes, b, y);
+/* The directions along which the ranks of a group lie: a bit for each. */
+static unsigned mti_grid_along(mt_group group) {
     switch (group) {
-    case MT_GROUP_TENSOR: return x[1] == y[1] && x[2] == y[2];
-    case MT_GROUP_DATA: return x[0] == y[0] && x[2] == y[2];
-    case MT_GROUP_PIPELINE: return x[0] == y[0] && x[1] == y[1];
-    case MT_GROUP_MODEL: return x[1] == y[1];
-    case MT_GROUP_EMBEDDING:
-        return x[0] == y[0] && x[1] == y[1] && mti_grid_end_stage(sizes, x) && mti_grid_end_stage(sizes, y);
+    case MT_GROUP_TENSOR: return 1u << MTI_TP;
+    case MT_GROUP_DATA: return 1u << MTI_DP;
+    case MT_GROUP_PIPELINE:
+    case MT_GROUP_EMBEDDING: return 1u << MTI_PP;
+    case MT_GROUP_MODEL: return 1u << MTI_TP | 1u << MTI_PP;
+    case MT_GROUP_CONTEXT: return 1u << MTI_CP;
+    case MT_GROUP_DATA_CONTEXT: return 1u << MTI_DP | 1u << MTI_CP;
     }
     return 0;
+}
+
+static int mti_grid_end_stage(const int sizes[MTI_DIRECTIONS], const int at[MTI_DIRECTIONS]) {
+    return at[MTI_PP] == 0 || at[MTI_PP] == sizes[MTI_PP] - 1;
+}
+
+/* Returns 1 when ranks a and b are in the same group of this kind. */
+static int mti_grid_together(const int sizes[MTI_DIRECTIONS], mt_group group, int a, int b) {
+    int x[MTI_DIRECTIONS], y[MTI_DIRECTIONS], i;
+    mti_grid_coordinates(sizes, a, x);
+    mti_grid_coordinates(sizes, b, y);
+    for (i = 0; i < MTI_DIRECTIONS; i++)
+        if (x[i] != y[i] && !(mti_grid_along(group) >> i & 1)) return 0;
+    return group != MT_GROUP_EMBEDDING || (mti_grid_end_stage(sizes, x) && mti_grid_end_stage(sizes, y));
 }
 
 MT_API mt_status mt_grid_ranks(const mt_grid_desc *desc, int world_size, mt_group group, int rank, int *ranks,
                                int *count) {
     char text[160];
-    int sizes[3], r;
-    if (!desc || !ranks || !count || group < MT_GROUP_TENSOR || group > MT_GROUP_EMBEDDING) return MT_ERR_ARGUMENT;
+    int sizes[MTI_DIRECTIONS], r;
+    if (!desc || !ranks || !count || group < MT_GROUP_TENSOR || group > MT_GROUP_DATA_CONTEXT) return MT_ERR_ARGUMENT;
     *count = 0;
     MT_TRY(mti_grid_sizes(desc, world_size, sizes, text, sizeof text));
     if (rank < 0 || rank >= world_size) return MT_ERR_ARGUMENT;
@@ -2096,10 +2119,11 @@ MT_API mt_status mt_grid_ranks(const mt_grid_desc *desc, int world_size, mt_grou
 
 /* Creates one communicator of the grid: with mt_comm_split_for, or with mt_comm_create_meta on a meta world. *out stays
    NULL when this rank is in no group of this kind. */
-static mt_status mti_grid_group(mt_comm *world, const int sizes[3], mt_group group, const char *name, mt_comm **out) {
-    mt_stream stream = group == MT_GROUP_TENSOR ? MT_STREAM_SECOND
-                       : group == MT_GROUP_DATA ? MT_STREAM_THIRD
-                                                : MT_STREAM_NONE;
+static mt_status mti_grid_group(mt_comm *world, const int sizes[MTI_DIRECTIONS], mt_group group, const char *name,
+                                mt_comm **out) {
+    mt_stream stream = group == MT_GROUP_TENSOR || group == MT_GROUP_CONTEXT      ? MT_STREAM_SECOND
+                       : group == MT_GROUP_DATA || group == MT_GROUP_DATA_CONTEXT ? MT_STREAM_THIRD
+                                                                                  : MT_STREAM_NONE;
     int rank = mt_comm_rank(world), first = -1, last = -1, size = 0, index = 0, r;
     for (r = 0; r < mt_comm_size(world); r++) {
         if (!mti_grid_together(sizes, group, rank, r)) continue;
@@ -2115,18 +2139,25 @@ static mt_status mti_grid_group(mt_comm *world, const int sizes[3], mt_group gro
     return MT_SUCCESS;
 }
 
-static mt_status mti_grid_groups(mt_grid *grid, const int sizes[3]) {
+static mt_status mti_grid_groups(mt_grid *grid, const int sizes[MTI_DIRECTIONS]) {
     MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_TENSOR, "tensor", &grid->tp));
     MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_DATA, "data", &grid->dp));
     MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_PIPELINE, "pipeline", &grid->pp));
     MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_MODEL, "model", &grid->model));
-    return mti_grid_group(grid->world, sizes, MT_GROUP_EMBEDDING, "embedding", &grid->embedding);
+    MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_EMBEDDING, "embedding", &grid->embedding));
+    MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_CONTEXT, "context", &grid->cp));
+    grid->dp_cp = grid->dp;
+    if (grid->cp_size == 1) return MT_SUCCESS;
+    grid->dp_cp = NULL;
+    MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_DATA_CONTEXT, "data x context", &grid->dp_cp));
+    mt_comm_set_factors(grid->dp_cp, grid->dp, grid->cp);
+    return MT_SUCCESS;
 }
 
 MT_API mt_status mt_grid_create(mt_comm *world, const mt_grid_desc *desc, mt_grid *out) {
-    static const mt_grid_desc defaults = {0, 0, 0};
+    static const mt_grid_desc defaults = {0, 0, 0, 0};
     char text[160];
-    int sizes[3], at[3];
+    int sizes[MTI_DIRECTIONS], at[MTI_DIRECTIONS];
     mt_status status;
     if (!world) return MT_ERR_ARGUMENT;
     if (!out) return mt_comm_fail(world, MT_ERR_ARGUMENT, "mt_grid_create: out is NULL");
@@ -2135,12 +2166,14 @@ MT_API mt_status mt_grid_create(mt_comm *world, const mt_grid_desc *desc, mt_gri
     if (status != MT_SUCCESS) return mt_comm_fail(world, status, text);
     mti_grid_coordinates(sizes, mt_comm_rank(world), at);
     out->world = world;
-    out->tp_size = sizes[0];
-    out->dp_size = sizes[1];
-    out->pp_size = sizes[2];
-    out->tp_rank = at[0];
-    out->dp_rank = at[1];
-    out->pp_rank = at[2];
+    out->tp_size = sizes[MTI_TP];
+    out->dp_size = sizes[MTI_DP];
+    out->pp_size = sizes[MTI_PP];
+    out->cp_size = sizes[MTI_CP];
+    out->tp_rank = at[MTI_TP];
+    out->dp_rank = at[MTI_DP];
+    out->pp_rank = at[MTI_PP];
+    out->cp_rank = at[MTI_CP];
     status = mti_grid_groups(out, sizes);
     if (status != MT_SUCCESS) mt_grid_destroy(out);
     return status;
@@ -2148,6 +2181,8 @@ MT_API mt_status mt_grid_create(mt_comm *world, const mt_grid_desc *desc, mt_gri
 
 MT_API void mt_grid_destroy(mt_grid *grid) {
     if (!grid) return;
+    if (grid->dp_cp != grid->dp) mt_comm_destroy(grid->dp_cp);
+    mt_comm_destroy(grid->cp);
     mt_comm_destroy(grid->embedding);
     mt_comm_destroy(grid->model);
     mt_comm_destroy(grid->pp);
@@ -2497,11 +2532,11 @@ MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_param
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_create: %s", out ? "the grid was not created" : "out is NULL");
     *out = NULL;
     MT_TRY(mti_expect_shards(ctx, "mt_params_create", grid->tp));
-    if (mt_context_invariant(ctx) && mt_context_invariant_data(ctx) % grid->dp_size != 0)
+    if (mt_context_invariant(ctx) && mt_context_invariant_data(ctx) % mt_comm_size(grid->dp_cp) != 0)
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "mt_params_create: %d virtual data shards (mt_context_desc.invariant_data) cannot "
                        "be split over %d data ranks",
-                       mt_context_invariant_data(ctx), grid->dp_size);
+                       mt_context_invariant_data(ctx), mt_comm_size(grid->dp_cp));
     MT_TRY(mti_parallel_open(ctx, &options));
     MT_TRY(mt_gemm_prepare(ctx));
     MT_TRY(mti_host_new(ctx, sizeof **out, &memory));
@@ -2969,9 +3004,9 @@ static mt_status mti_params_sum(mt_context *ctx, mt_params *params, int64_t *sum
 static void mti_params_cut(mt_params *params, int64_t *elements) {
     mti_buckets *b = &params->buckets;
     int64_t size = (int64_t)(b->desc.bucket_bytes / sizeof(float)), unit;
-    b->ranks = b->desc.sharded_optimizer ? params->grid->dp_size : 1;
+    b->ranks = b->desc.sharded_optimizer ? mt_comm_size(params->grid->dp_cp) : 1;
     unit = mti_param_unit(params->dtype) * b->ranks;
-    if (b->desc.bucket_bytes == 0) size = mt_max(40000000, (int64_t)params->grid->dp_size * 1000000);
+    if (b->desc.bucket_bytes == 0) size = mt_max(40000000, (int64_t)mt_comm_size(params->grid->dp_cp) * 1000000);
     *elements = mt_round_up(*elements, unit);
     b->size = mt_round_up(mt_max(mt_min(size, *elements), 1), unit);
 }
@@ -3064,7 +3099,7 @@ static int64_t mti_room_elements(const mt_params *params) {
     int64_t hi, lo, most = 0;
     int kind;
     if (params->grid->tp_size > 1 && !mti_span_find(params, MTI_IN_GRADS, 0, params->partial)) most = params->partial;
-    for (kind = MTI_IN_VALUES; kind <= MTI_IN_GRADS && params->grid->dp_size > 1; kind++) {
+    for (kind = MTI_IN_VALUES; kind <= MTI_IN_GRADS && mt_comm_size(params->grid->dp_cp) > 1; kind++) {
         if (params->bound_count[kind] < params->count || (kind == MTI_IN_VALUES && params->buckets.ranks == 1))
             continue;
         for (hi = params->elements; hi > 0; hi = lo) {
@@ -3083,7 +3118,7 @@ static mt_status mti_params_alloc(mt_context *ctx, mt_params *params) {
     size_t bytes = mti_grads_bytes(params), more;
     void *values = NULL, *grads = NULL, *subtrees = NULL, *room = NULL;
     mt_status status = MT_SUCCESS;
-    while (params->grid->dp_size << params->levels < mt_context_invariant_data(ctx)) params->levels++;
+    while (mt_comm_size(params->grid->dp_cp) << params->levels < mt_context_invariant_data(ctx)) params->levels++;
     more = (size_t)(params->gradients * params->levels) * sizeof(float);
     if (own_values) status = mt_context_alloc(ctx, mti_params_bytes(params, params->elements), &values);
     params->values = values;
@@ -3130,7 +3165,7 @@ static mt_status mti_params_declare(mt_context *ctx, const mt_params *params) {
         const mt_placement placement = p->desc.placement;
         const int64_t parts = p->desc.parts ? p->desc.parts : 1;
         int partial = p->desc.sequence_partial || p->desc.copies > 1;
-        MT_TRY(mt_declare_parameter(ctx, p->name, g->tp, g->dp, p->value, p->grad, placement, parts, partial));
+        MT_TRY(mt_declare_parameter(ctx, p->name, g->tp, g->dp_cp, p->value, p->grad, placement, parts, partial));
         MT_TRY(mt_declare_parameter(ctx, p->name, g->tp, g->dp, mt_none(), p->lookup_grad, placement, parts, partial));
     }
     return MT_SUCCESS;
@@ -3430,7 +3465,7 @@ static mt_status mti_declare_synced(mt_context *ctx, const mt_params *params) {
     int i;
     for (i = 0; i < params->count; i++) {
         const mt_param *p = params->list[i];
-        if (!mti_is_scattered(params)) MT_TRY(mt_declare(ctx, params->grid->dp, p->grad, MT_REPLICATED));
+        if (!mti_is_scattered(params)) MT_TRY(mt_declare(ctx, params->grid->dp_cp, p->grad, MT_REPLICATED));
         if (p->desc.placement == MT_REPLICATED) MT_TRY(mt_declare(ctx, params->grid->tp, p->grad, MT_REPLICATED));
     }
     return MT_SUCCESS;
@@ -3444,7 +3479,7 @@ static mt_status mti_replicas_note(mt_context *ctx, const mt_params *params, int
         const mt_param *p = params->list[i];
         const char *what = gradients ? "gradient" : "value";
         mt_tensor t = gradients ? p->grad : p->value;
-        MT_TRY(mt_check_replica(ctx, params->grid->dp, what, p->name, t));
+        MT_TRY(mt_check_replica(ctx, params->grid->dp_cp, what, p->name, t));
         if (p->desc.placement == MT_REPLICATED) MT_TRY(mt_check_replica(ctx, params->grid->tp, what, p->name, t));
         else if (!gradients && p->desc.copies <= 1) MT_TRY(mt_check_share(ctx, params->grid->tp, what, p->name, t));
     }
@@ -3465,7 +3500,7 @@ static mt_status mti_computed_note(mt_context *ctx, const mt_params *params) {
 
 static mt_status mti_replicas_check(mt_context *ctx, const mt_params *params, const char *where) {
     mt_status status = mt_check_replicas(ctx, params->grid->tp, where);
-    MT_KEEP(status, mt_check_replicas(ctx, params->grid->dp, where)); /* the other groups wait for it */
+    MT_KEEP(status, mt_check_replicas(ctx, params->grid->dp_cp, where)); /* the other groups wait for it */
     MT_KEEP(status, mt_check_replicas(ctx, params->grid->pp, where));
     return status;
 }
@@ -3490,9 +3525,9 @@ static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
     MT_TRY(mti_params_declare(ctx, params));
     MT_TRY(mt_arena_register(ctx, params->grid->tp));
     if (params->grads)
-        MT_TRY(mt_comm_register(ctx, params->grid->dp, params->grads, (size_t)params->elements * sizeof(float)));
+        MT_TRY(mt_comm_register(ctx, params->grid->dp_cp, params->grads, (size_t)params->elements * sizeof(float)));
     if (params->buckets.ranks == 1 || !params->values) return MT_SUCCESS;
-    return mt_comm_register(ctx, params->grid->dp, params->values, mti_params_bytes(params, params->elements));
+    return mt_comm_register(ctx, params->grid->dp_cp, params->values, mti_params_bytes(params, params->elements));
 }
 
 /* Returns the FNV-1a hash of a name. A parameter's random numbers depend on it, and not on what was created before. */
@@ -3850,11 +3885,11 @@ static mt_status mti_bind_kind_check(mt_context *ctx, const char *function, cons
     if (mti_home_of(p)->bound[kind])
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the %s of '%s' are already bound", function, name, p->name);
     if (late) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s of '%s' comes after %s", function, name, p->name, late);
-    if (kind >= MTI_IN_STATES && params->buckets.desc.sharded_optimizer && params->grid->dp_size > 1)
+    if (kind >= MTI_IN_STATES && params->buckets.desc.sharded_optimizer && mt_comm_size(params->grid->dp_cp) > 1)
         return mt_fail(ctx, MT_ERR_ARGUMENT,
                        "%s: %s cannot be bound, because the %d data ranks share the optimizer's state "
                        "(sharded_optimizer)",
-                       function, name, params->grid->dp_size);
+                       function, name, mt_comm_size(params->grid->dp_cp));
     if (kind == MTI_IN_STATES + (int)MT_MASTER && params->dtype == MT_F32)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: master is bound, but parameters are f32 and have no master",
                        function);
@@ -4225,7 +4260,8 @@ static int mti_sync_reason(const mt_params *params, const mt_param *p, char *tex
         snprintf(text, bytes, "it is a shared embedding, the part of the lookup is not added to that of the head");
     else if (p->desc.shared_embedding && grid->embedding && mt_comm_size(grid->embedding) > 1)
         snprintf(text, bytes, "it is a shared embedding, the first and the last pipeline stage have parts of its sum");
-    else if (grid->dp_size > 1) snprintf(text, bytes, "each of the %d data ranks has a part of its sum", grid->dp_size);
+    else if (mt_comm_size(grid->dp_cp) > 1)
+        snprintf(text, bytes, "each of the %d data ranks has a part of its sum", mt_comm_size(grid->dp_cp));
     else return 0;
     return 1;
 }
@@ -4838,7 +4874,7 @@ MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_li
     if (log->count == 0) return MT_SUCCESS;
     mark = mt_arena_mark(ctx);
     status = mti_log_join(ctx, log, log->grid->tp, 0);
-    if (status == MT_SUCCESS) status = mti_log_join(ctx, log, log->grid->dp, 1);
+    if (status == MT_SUCCESS) status = mti_log_join(ctx, log, log->grid->dp_cp, 1);
     if (status == MT_SUCCESS && log->grid->pp_size > 1) status = mti_log_stages(ctx, log, line, user);
     else
         for (i = 0; status == MT_SUCCESS && i < log->count; i++)
@@ -6647,11 +6683,11 @@ static int mti_is_scattered(const mt_params *params) {
 
 /* Sums the bucket [lo, hi) over the data group, with an all-reduce or a reduce-scatter. */
 static mt_status mti_bucket_reduce(mt_context *ctx, const mt_params *params, int64_t lo, int64_t hi) {
-    mt_comm *data = params->grid->dp;
-    int64_t share = (hi - lo) / params->buckets.ranks, first = share * params->grid->dp_rank;
+    mt_comm *data = params->grid->dp_cp;
+    int64_t share = (hi - lo) / params->buckets.ranks, first = share * mt_comm_rank(data);
     float *grads;
     void *run;
-    if (params->grid->dp_size == 1) return MT_SUCCESS;
+    if (mt_comm_size(data) == 1) return MT_SUCCESS;
     MT_TRY(mti_span_open(ctx, params, MTI_IN_GRADS, lo, hi, lo, hi, &run));
     grads = (float *)run;
     if (mti_is_scattered(params)) {
@@ -6668,7 +6704,7 @@ static mt_status mti_buckets_send(mt_context *ctx, mt_params *params, int64_t fr
     while (b->sent > 0 && mti_bucket_low(params, b->sent) >= from) {
         int64_t hi = b->sent;
         b->sent = mti_bucket_low(params, hi);
-        MT_TRY(mti_overlap_begin(ctx, params->grid->dp, MT_OVERLAP_GRADIENTS));
+        MT_TRY(mti_overlap_begin(ctx, params->grid->dp_cp, MT_OVERLAP_GRADIENTS));
         mt_check_pause(ctx);
         MT_TRY(mt_overlap_end(ctx, MT_OVERLAP_TICKET_THIRD,
                               mt_check_resume(ctx, mti_bucket_reduce(ctx, params, b->sent, hi))));
@@ -6684,9 +6720,9 @@ static mt_status mti_buckets_gather(mt_context *ctx, const mt_params *params, in
         void *run;
         lo = mti_bucket_low(params, hi);
         share = (hi - lo) / params->buckets.ranks;
-        first = share * params->grid->dp_rank;
+        first = share * mt_comm_rank(params->grid->dp_cp);
         MT_TRY(mti_span_open(ctx, params, kind, lo, hi, lo + first, lo + first + share, &run));
-        MT_TRY(mt_all_gather(ctx, params->grid->dp, (char *)run + first * size, run, (size_t)share, dtype));
+        MT_TRY(mt_all_gather(ctx, params->grid->dp_cp, (char *)run + first * size, run, (size_t)share, dtype));
         MT_TRY(mti_span_close(ctx, params, kind, run, lo, lo, hi));
     }
     return MT_SUCCESS;
@@ -6706,7 +6742,7 @@ static mti_stretch mti_share_next(const mt_params *params, int64_t at, int64_t e
         int64_t hi =
             b->ranks > 1 ? params->elements - (params->elements - 1 - at) / b->size * b->size : params->elements;
         int64_t lo = b->ranks > 1 ? mti_bucket_low(params, hi) : 0, share = (hi - lo) / b->ranks;
-        int64_t first = lo + (b->ranks > 1 ? share * params->grid->dp_rank : 0);
+        int64_t first = lo + (b->ranks > 1 ? share * mt_comm_rank(params->grid->dp_cp) : 0);
         s.at = mt_max(at, first);
         s.count = mt_min(end, first + share) - s.at;
         s.state = lo / b->ranks + s.at - first;
@@ -6832,7 +6868,7 @@ MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "%s: more than %lld micro-batches on each of %d data ranks; mt_context_desc.invariant_data is "
                        "%d",
-                       function, (long long)params->micro_batches, params->grid->dp_size,
+                       function, (long long)params->micro_batches, mt_comm_size(params->grid->dp_cp),
                        mt_context_invariant_data(ctx));
     MT_TRY(mti_gradients_open(ctx, function, params->list[0]));
     MT_TRY(mti_gradients_fill(ctx, params, 0, params->count));
@@ -6926,21 +6962,28 @@ static mt_status mti_sync_embeddings(mt_context *ctx, mt_params *params) {
 static mt_status mti_sync_lookups(mt_context *ctx, mt_params *params) {
     float *all = params->lookups;
     size_t lookups = (size_t)(params->gradients - params->elements);
-    if (lookups > 0) MT_TRY(mt_all_reduce(ctx, params->grid->dp, all, all, lookups, MT_F32, MT_SUM));
+    if (lookups > 0) MT_TRY(mt_all_reduce(ctx, params->grid->dp_cp, all, all, lookups, MT_F32, MT_SUM));
     return mti_sync_embeddings(ctx, params);
+}
+
+/* Returns a group over which mt_sync_gradients would sum the gradient of p although it is a sum already, or NULL. */
+static const mt_comm *mti_summed_already(mt_context *ctx, const mt_param *p) {
+    const mt_grid *grid = p->registry->grid;
+    const mt_comm *const groups[] = {grid->dp, grid->cp, p->desc.sequence_partial ? grid->tp : NULL,
+                                     p->desc.shared_embedding ? grid->embedding : NULL};
+    int i;
+    for (i = 0; i < 4; i++)
+        if (groups[i] && mt_placement_of(ctx, groups[i], p->grad) == MT_REPLICATED) return groups[i];
+    return NULL;
 }
 
 /* In check mode, refuses to sum a gradient over a group on which it is a sum already. */
 static mt_status mti_sums_check(mt_context *ctx, const char *function, mt_params *params) {
-    const mt_grid *grid = params->grid;
     int i;
     if (!mt_check_mode(ctx) || !mti_gradients_known(ctx, params)) return MT_SUCCESS;
     for (i = 0; i < params->count; i++) {
         const mt_param *p = params->list[i];
-        const mt_comm *group = mt_placement_of(ctx, grid->dp, p->grad) == MT_REPLICATED ? grid->dp : NULL;
-        if (p->desc.sequence_partial && mt_placement_of(ctx, grid->tp, p->grad) == MT_REPLICATED) group = grid->tp;
-        if (p->desc.shared_embedding && mt_placement_of(ctx, grid->embedding, p->grad) == MT_REPLICATED)
-            group = grid->embedding;
+        const mt_comm *group = mti_summed_already(ctx, p);
         if (group)
             return mt_fail(
                 ctx, MT_ERR_ARGUMENT,
@@ -6997,7 +7040,8 @@ MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params) {
     MT_TRY(mti_gradients_ready(ctx, "mt_gather_gradients", params, 1));
     mt_check_pause(ctx);
     MT_TRY(mt_check_resume(ctx, mti_buckets_gather(ctx, params, MTI_IN_GRADS)));
-    for (i = 0; i < params->count; i++) MT_TRY(mt_declare(ctx, params->grid->dp, params->list[i]->grad, MT_REPLICATED));
+    for (i = 0; i < params->count; i++)
+        MT_TRY(mt_declare(ctx, params->grid->dp_cp, params->list[i]->grad, MT_REPLICATED));
     return MT_SUCCESS;
 }
 
@@ -7086,7 +7130,8 @@ static mt_status mti_params_squares(mt_context *ctx, mt_params *params) {
    not. */
 static mt_status mti_sum_squares(mt_context *ctx, mt_params *params, mt_tensor sums) {
     MT_TRY(mt_multi_tensor_sum_of_squares(ctx, params->squares, sums));
-    if (mti_is_scattered(params)) MT_TRY(mt_all_reduce(ctx, params->grid->dp, sums.data, sums.data, 2, MT_F32, MT_SUM));
+    if (mti_is_scattered(params))
+        MT_TRY(mt_all_reduce(ctx, params->grid->dp_cp, sums.data, sums.data, 2, MT_F32, MT_SUM));
     return mt_all_reduce(ctx, params->grid->model, sums.data, sums.data, 2, MT_F32, MT_SUM);
 }
 
@@ -7382,7 +7427,7 @@ static mt_status mti_optimizer_whole(mt_context *ctx, const mt_optimizer *o, con
     MT_TRY(mt_arena_tensor(ctx, MT_F32, p->grad.rows, p->grad.cols, out));
     MT_TRY(mt_fill(ctx, *out, 0.0f));
     MT_TRY(mti_optimizer_copy(ctx, o, p, state, *out, 1));
-    return mt_all_reduce(ctx, params->grid->dp, out->data, out->data, count, MT_I32, MT_SUM);
+    return mt_all_reduce(ctx, params->grid->dp_cp, out->data, out->data, count, MT_I32, MT_SUM);
 }
 
 MT_API mt_status mt_optimizer_read(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
@@ -7574,7 +7619,7 @@ static mt_status mti_optimizer_update(mt_context *ctx, mt_optimizer *optimizer, 
 static mt_status mti_number_note(mt_context *ctx, const mt_grid *grid, const char *what, float number) {
     MT_TRY(mt_check_number(ctx, grid->tp, what, number));
     MT_TRY(mt_check_number(ctx, grid->pp, what, number));
-    return mt_check_number(ctx, grid->dp, what, number);
+    return mt_check_number(ctx, grid->dp_cp, what, number);
 }
 
 static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale) {
@@ -8038,7 +8083,7 @@ MT_API mt_status mt_declare_received(mt_context *ctx, const mt_grid *grid, mt_te
     if ((int)dp < 0 || dp > MT_UNDECLARED)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_declare_received: dp is %d, must be a placement", (int)dp);
     MT_TRY(mti_declare_received(ctx, grid->tp, t, tp));
-    return mti_declare_received(ctx, grid->dp, t, dp);
+    return mti_declare_received(ctx, grid->dp_cp, t, dp);
 }
 
 static mt_status mti_pipeline_communicate(mt_context *ctx, const mti_pipeline *p, const mt_action *a) {
@@ -11026,7 +11071,7 @@ static mt_status mti_part_write(mt_context *ctx, mt_checkpoint *c, const mti_par
 static mt_status mti_part_save(mt_context *ctx, mt_checkpoint *c, const mti_part *part, const mt_training_state *state,
                                const char *directory, mt_status *io) {
     const mt_grid *g = c->params->grid;
-    int writes = g->tp_rank == 0 && g->dp_rank == 0 && mt_context_has_data(ctx);
+    int writes = g->tp_rank == 0 && mt_comm_rank(g->dp_cp) == 0 && mt_context_has_data(ctx);
     mt_status status;
     if (writes && *io == MT_SUCCESS) *io = mti_part_begin(ctx, c, part, state, directory);
     status = mti_part_write(ctx, c, part, writes, io);
@@ -11614,7 +11659,7 @@ static mt_status mti_source_check_values(mt_context *ctx, const mt_safetensors_t
 static mt_status mti_source_check_numbers(mt_context *ctx, const mt_checkpoint *c, const mt_safetensors_set *b,
                                           const mti_part *part) {
     const mt_grid *g = c->params->grid;
-    int ranks = g->dp_size * g->tp_size, rank = g->dp_rank * g->tp_size + g->tp_rank, what, t;
+    int ranks = mt_comm_size(g->dp_cp) * g->tp_size, rank = mt_comm_rank(g->dp_cp) * g->tp_size + g->tp_rank, what, t;
     mt_dtype dtype = mt_params_dtype(c->params);
     for (what = part->first; what <= part->last; what++)
         for (t = rank; t < part->map->tensor_count; t += ranks) {
@@ -11713,7 +11758,7 @@ static int mti_source_keeps(mt_context *ctx, const mt_checkpoint *c, const mt_sa
         l = mti_part_layout(c, part, t, MTI_VALUE);
         snprintf(text, sizeof text, "%s: has no tensor '%s'; '%s' keeps its value", b->path, l.name,
                  c->params->list[i]->name);
-        if (g->tp_rank == 0 && g->dp_rank == 0) mt_log(ctx, MT_LOG_WARNING, text);
+        if (g->tp_rank == 0 && mt_comm_rank(g->dp_cp) == 0) mt_log(ctx, MT_LOG_WARNING, text);
         return 1;
     }
     return 0;

@@ -1347,6 +1347,179 @@ static void test_chunks_of_ranks(void **state) {
     }
 }
 
+/* ---- context ranks ----------------------------------------------------------------------------------------------- */
+
+/* Opens a rank of 2 tensor, 2 context and 2 data ranks, with the parameter "q.weight" [8, 8]. */
+static void open_context(const mt_context_desc *where, test_rank *r, mt_param **weight) {
+    const mt_param_desc desc = {.name = "q.weight", .rows = 8, .cols = 8};
+    test_paper_rank(8, 3, (mt_grid_desc){.tp = 2, .cp = 2}, where, r);
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_params_add(r->ctx, r->params, &desc, weight));
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_params_init(r->ctx, r->params, 1));
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_params_zero_grad(r->ctx, r->params));
+}
+
+/* What is said over data x context holds over data and over context. */
+static void test_placements_over_data_and_context(void **state) {
+    test_rank r;
+    mt_param *weight;
+    mt_tensor x, y;
+    (void)state;
+    open_context(&meta, &r, &weight);
+    mt_arena_request memory[] = {{&x, MT_F32, 4, 8}, {&y, MT_F32, 4, 8}};
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, memory, 2));
+    for (int p = MT_REPLICATED; p <= MT_PARTIAL; p++) {
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp_cp, x, (mt_placement)p));
+        assert_int_equal(mt_placement_of(r.ctx, r.grid.dp_cp, x), p);
+        assert_int_equal(mt_placement_of(r.ctx, r.grid.dp, x), p);
+        assert_int_equal(mt_placement_of(r.ctx, r.grid.cp, x), p);
+        assert_int_equal(mt_placement_of(r.ctx, r.grid.tp, x), MT_UNDECLARED);
+    }
+    /* a sum over one of them leaves a term over the other */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.grid.cp, x.data, x.data, 32, MT_F32, MT_SUM));
+    assert_int_equal(mt_placement_of(r.ctx, r.grid.cp, x), MT_REPLICATED);
+    assert_int_equal(mt_placement_of(r.ctx, r.grid.dp, x), MT_PARTIAL);
+    assert_int_equal(mt_placement_of(r.ctx, r.grid.dp_cp, x), MT_UNDECLARED);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "mt_all_reduce|sendbuf is replicated over \"context\"|call it with the communicator of \"data\"",
+            mt_all_reduce(r.ctx, r.grid.dp_cp, x.data, x.data, 32, MT_F32, MT_SUM));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.grid.dp, x.data, x.data, 32, MT_F32, MT_SUM));
+    assert_int_equal(mt_placement_of(r.ctx, r.grid.dp_cp, x), MT_REPLICATED);
+    /* a sum over both */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp_cp, x, MT_PARTIAL));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.grid.dp_cp, x.data, x.data, 32, MT_F32, MT_SUM));
+    assert_int_equal(mt_placement_of(r.ctx, r.grid.dp, x), MT_REPLICATED);
+    assert_int_equal(mt_placement_of(r.ctx, r.grid.cp, x), MT_REPLICATED);
+    /* the root of a broadcast over both */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp_cp, x, MT_PARTIAL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_broadcast|sendbuf is partial over \"context\"",
+            mt_broadcast(r.ctx, r.grid.dp_cp, x.data, y.data, 32, MT_F32, mt_comm_rank(r.grid.dp_cp)));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp_cp, x, MT_SPLIT_ROWS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                  mt_broadcast(r.ctx, r.grid.dp_cp, x.data, y.data, 32, MT_F32, mt_comm_rank(r.grid.dp_cp)));
+    assert_int_equal(mt_placement_of(r.ctx, r.grid.dp_cp, y), MT_REPLICATED);
+    /* a view for one call */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_check_view(r.ctx, r.grid.dp_cp, y, MT_SPLIT_ROWS));
+    assert_int_equal(mt_placement_of(r.ctx, r.grid.cp, y), MT_SPLIT_ROWS);
+    assert_int_equal(mt_placement_of(r.ctx, r.grid.dp, y), MT_SPLIT_ROWS);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_check_view_end(r.ctx, MT_SUCCESS));
+    assert_int_equal(mt_placement_of(r.ctx, r.grid.dp_cp, y), MT_REPLICATED);
+    test_paper_rank_close(&r);
+}
+
+typedef struct context_step {
+    mt_tensor x, q, keys, out, lse, dout, dq, dkeys, dk;
+} context_step;
+
+/* Attention of this rank's queries to the keys of all context ranks; keys are values, too. mistake 1: only this rank's
+   keys; 2: the gradient of the keys is not summed. */
+static mt_status context_attention(const test_rank *r, const mt_param *weight, context_step *t, int mistake) {
+    const int64_t keys = mistake == 1 ? 4 : 8;
+    const mt_attention_desc d = {.batch = 1,
+                                 .seq = 4,
+                                 .kv_seq = keys,
+                                 .groups = 1,
+                                 .heads_per_group = 1,
+                                 .head_dim = 8,
+                                 .scores.mask = MT_MASK_BIDIRECTIONAL};
+    mt_context *ctx = r->ctx;
+    mt_tensor k = mistake == 1 ? t->x : t->keys, dk = mt_tensor_rows(t->dkeys, 0, keys);
+    MT_TRY(mt_linear_forward(ctx, t->x, weight->value, mt_none(), t->q));
+    MT_TRY(mt_gather_from_sequence_region(ctx, r->grid.cp, t->x, t->keys));
+    assert_int_equal(mt_placement_of(ctx, r->grid.cp, t->keys), MT_REPLICATED);
+    assert_int_equal(mt_placement_of(ctx, r->grid.dp, t->keys), MT_SPLIT_ROWS);
+    MT_TRY(mt_dot_product_attention_forward(ctx, &d, t->q, k, k, t->out, t->lse));
+    assert_int_equal(mt_placement_of(ctx, r->grid.dp_cp, t->out), MT_SPLIT_ROWS);
+    MT_TRY(mt_dot_product_attention_backward(ctx, &d, t->q, k, k, t->out, t->lse, t->dout, t->dq, dk, t->dk));
+    if (mistake == 2) MT_TRY(mt_add(ctx, mt_tensor_rows(t->dkeys, 0, 4), t->dq, t->dq));
+    return mt_reduce_scatter_to_sequence_region(ctx, r->grid.cp, t->dkeys, mt_tensor_rows(t->dk, 0, 4));
+}
+
+static void test_queries_of_context_ranks(void **state) {
+    (void)state;
+    for (int mistake = 0; mistake < 3; mistake++) {
+        test_rank r;
+        mt_param *weight;
+        context_step t;
+        open_context(&meta, &r, &weight);
+        mt_arena_request memory[] = {{&t.x, MT_F32, 4, 8},   {&t.q, MT_F32, 4, 8},     {&t.keys, MT_F32, 8, 8},
+                                     {&t.out, MT_F32, 4, 8}, {&t.lse, MT_F32, 1, 4},   {&t.dout, MT_F32, 4, 8},
+                                     {&t.dq, MT_F32, 4, 8},  {&t.dkeys, MT_F32, 8, 8}, {&t.dk, MT_F32, 8, 8}};
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, memory, 9));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp_cp, t.x, MT_SPLIT_ROWS));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp_cp, t.dout, MT_SPLIT_ROWS));
+        if (mistake == 1)
+            REFUSED(r.ctx, MT_ERR_ARGUMENT,
+                    "mt_dot_product_attention_forward|k is split by rows over \"context\" (2 ranks)|must be "
+                    "replicated|mt_gather_from_sequence_region",
+                    context_attention(&r, weight, &t, mistake));
+        else if (mistake == 2)
+            REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_add|a is partial over \"context\" (2 ranks)",
+                    context_attention(&r, weight, &t, mistake));
+        else ASSERT_STATUS(r.ctx, MT_SUCCESS, context_attention(&r, weight, &t, mistake));
+        test_paper_rank_close(&r);
+    }
+}
+
+/* A gradient is a sum over data x context. One that the program has summed over a part of the ranks is refused. */
+static void test_gradients_of_context_ranks(void **state) {
+    (void)state;
+    for (int over = 0; over < 4; over++) {
+        test_rank r;
+        mt_param *weight;
+        mt_tensor x, dy;
+        float norm;
+        open_context(&meta, &r, &weight);
+        mt_comm *const groups[] = {NULL, r.grid.dp, r.grid.cp, r.grid.dp_cp};
+        mt_arena_request memory[] = {{&x, MT_F32, 4, 8}, {&dy, MT_F32, 4, 8}};
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, memory, 2));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp_cp, x, MT_SPLIT_ROWS));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp_cp, dy, MT_SPLIT_ROWS));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_linear_gradients(r.ctx, dy, x, weight->grad, mt_none()));
+        assert_int_equal(mt_placement_of(r.ctx, r.grid.dp_cp, weight->grad), MT_PARTIAL);
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "each of the 4 data ranks has a part of its sum",
+                mt_grad_norm(r.ctx, r.params, &norm));
+        if (groups[over])
+            ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                          mt_all_reduce(r.ctx, groups[over], weight->grad.data, weight->grad.data, 64, MT_F32, MT_SUM));
+        if (over > 0)
+            REFUSED(r.ctx, MT_ERR_ARGUMENT,
+                    over == 2 ? "'q.weight' is replicated over \"context\" (2 ranks)|leave out the sum before"
+                              : "'q.weight' is replicated over \"data\" (2 ranks)|leave out the sum before",
+                    mt_sync_gradients(r.ctx, r.params));
+        else {
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sync_gradients(r.ctx, r.params));
+            assert_int_equal(mt_placement_of(r.ctx, r.grid.dp_cp, weight->grad), MT_REPLICATED);
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_grad_norm(r.ctx, r.params, &norm));
+        }
+        test_paper_rank_close(&r);
+    }
+}
+
+/* Ids that nobody has declared are this rank's. A rotary table is of a whole sequence, unless the program says which
+   rows it passes. */
+static void test_ids_of_context_ranks(void **state) {
+    const mt_attention_desc heads = {.batch = 1, .seq = 4, .groups = 1, .heads_per_group = 1, .head_dim = 2};
+    int32_t ids[4] = {0};
+    test_rank r;
+    mt_param *table;
+    mt_tensor y, qkv, rotary;
+    (void)state;
+    open_context(&meta, &r, &table);
+    mt_arena_request memory[] = {{&y, MT_F32, 4, 8}, {&qkv, MT_F32, 4, 6}, {&rotary, MT_F32, 8, 2}};
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, memory, 3));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_embedding_forward(r.ctx, table->value, 0, ids, 0.0f, y));
+    assert_int_equal(mt_placement_of(r.ctx, r.grid.dp_cp, y), MT_SPLIT_ROWS);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_rotary_table(r.ctx, 100.0f, rotary));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp_cp, qkv, MT_SPLIT_ROWS));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_rotary_forward|qkv is split by rows over \"context\"",
+            mt_rotary_forward(r.ctx, &heads, mt_tensor_rows(rotary, 0, 4), qkv));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                  mt_check_view(r.ctx, r.grid.cp, mt_tensor_rows(rotary, 4, 4), MT_SPLIT_ROWS)); /* its positions */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                  mt_check_view_end(r.ctx, mt_rotary_forward(r.ctx, &heads, mt_tensor_rows(rotary, 4, 4), qkv)));
+    test_paper_rank_close(&r);
+}
+
 /* ---- data ranks and stages --------------------------------------------------------------------------------------- */
 
 static void test_data_ranks(void **state) {
@@ -2857,6 +3030,10 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(test_parts_of_views),
     cmocka_unit_test(test_positions_of_a_rank),
     cmocka_unit_test(test_a_sum_over_the_world),
+    cmocka_unit_test(test_placements_over_data_and_context),
+    cmocka_unit_test(test_queries_of_context_ranks),
+    cmocka_unit_test(test_gradients_of_context_ranks),
+    cmocka_unit_test(test_ids_of_context_ranks),
     cmocka_unit_test(test_factors_before_the_sum),
     cmocka_unit_test(test_words_without_their_sum),
     cmocka_unit_test(test_a_gradient_after_its_sum),

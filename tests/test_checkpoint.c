@@ -336,7 +336,7 @@ static void count_warnings(void *user, mt_log_level level, const char *text) {
 }
 
 static mt_status replica_open(mt_comm *world, const job *j, replica *m) {
-    mt_grid_desc shape = {j->tp, j->data, j->pipeline};
+    mt_grid_desc shape = {.tp = j->tp, .dp = j->data, .pp = j->pipeline};
     mt_context_desc where = {.arena_bytes = ARENA,
                              .invariant = j->invariant,
                              .logger = {.log = count_warnings},

@@ -632,31 +632,34 @@ static void test_split_of_a_split_on_one_gpu(void **state) {
 }
 
 static mt_status make_grid(job *j, mt_context *ctx, mt_comm *comm) {
-    mt_grid_desc shape = {*(const int *)j->result, 0, 0};
+    const int *sizes = (const int *)j->result;
+    mt_grid_desc shape = {sizes[0], 0, 0, sizes[1]};
     mt_grid grid;
     (void)ctx;
     MT_TRY(mt_grid_create(comm, &shape, &grid));
     CHECK(!is_on_nccl(grid.pp) && !is_on_nccl(grid.embedding));
     CHECK(is_on_nccl(grid.tp) == (grid.tp_size > 1) && is_on_nccl(grid.dp) == (grid.dp_size > 1));
+    CHECK(is_on_nccl(grid.cp) == (grid.cp_size > 1) && is_on_nccl(grid.dp_cp) == (grid.cp_size * grid.dp_size > 1));
     mt_grid_destroy(&grid);
     return MT_SUCCESS;
 }
 
-/* World, tensor, data and model group. A group of one rank has no NCCL communicator, the world has two. */
+/* World, tensor, data, model, context and data x context group. A group of one rank has no NCCL communicator, the world
+   has two. */
 static void test_no_communicator_for_one(void **state) {
-    static const int cases[][3] = {
-        {1, 1, 0}, {4, 1, 3}, {4, 2, 5}, {4, 4, 4}}; /* ranks, tensor ranks, communicators per rank */
+    static const int cases[][4] = {{1, 0, 1, 1}, {4, 3, 1, 1}, {4, 5, 2, 1}, {4, 4, 4, 1},
+                                   {4, 6, 2, 2}, {4, 5, 1, 2}}; /* ranks, communicators per rank, tp, cp */
     (void)state;
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < (int)(sizeof cases / sizeof *cases); i++) {
         job j = job_make(FOR_DEVICE, cases[i][0], make_grid);
-        int tp = cases[i][1];
+        int sizes[2] = {cases[i][2], cases[i][3]};
 #if defined(MT_CUDA_ENGINE)
         int before = mte::nccl_counts().created;
 #endif
-        j.result = &tp;
+        j.result = sizes;
         job_run(&j);
 #if defined(MT_CUDA_ENGINE)
-        assert_int_equal(mte::nccl_counts().created - before, cases[i][0] * cases[i][2]);
+        assert_int_equal(mte::nccl_counts().created - before, cases[i][0] * cases[i][1]);
 #endif
     }
 }
@@ -2068,7 +2071,7 @@ static void plain_free(void *user, void *p, size_t bytes) {
    group registers the gradients. */
 static mt_status register_all(job *j, mt_context *ctx, mt_comm *comm) {
     registration *r = (registration *)j->result;
-    mt_grid_desc shape = {2, 2, 0};
+    mt_grid_desc shape = {2, 2, 0, 1};
     mt_grid grid;
     mt_params *params = NULL;
     mt_param_desc what;

@@ -62,7 +62,7 @@ typedef struct job {
 /* A training step of a small GPT, then a step that fails in the middle. */
 static mt_status step(mt_comm *world, mt_context *ctx, mt_params **params, mt_gpt *gpt, mt_gpt_saved *saved,
                       mt_optimizer *optimizer, mt_grid *grid) {
-    mt_grid_desc shape = {0, 1, 1};
+    mt_grid_desc shape = {0, 1, 1, 1};
     mt_gpt_desc model;
     mt_batch batch;
     mt_tensor ids, loss;

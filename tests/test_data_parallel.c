@@ -88,12 +88,12 @@ static mt_status drawn_backward(drawn *d, uint64_t *seed, mt_collective kind) {
     mt_context *ctx = d->r->ctx;
     int begins = test_below(seed, 4) != 0, skips = (int)test_below(seed, 3), i, first;
     MT_TRY(mt_params_zero_grad(ctx, d->r->params));
-    mt_comm_ledger_reset(d->r->grid.dp);
+    mt_comm_ledger_reset(d->r->grid.dp_cp);
     for (int micro = 0; micro < 2; micro++)
         for (i = 0; i < d->count; i++) add_gradient(d, i, micro);
     for (i = 0; i < d->count; i += 2)
         MT_TRY(mt_gradients_final(ctx, d->list[i], d->list[i])); /* has no effect before mt_sync_gradients_begin */
-    CHECK(mt_comm_ledger(d->r->grid.dp).calls[kind] == 0);
+    CHECK(mt_comm_ledger(d->r->grid.dp_cp).calls[kind] == 0);
     if (begins) MT_TRY(mt_sync_gradients_begin(ctx, d->r->params));
     for (i = d->count - 1; i >= 0; i = first - 1) { /* ranges of parameters, from the last to the first */
         first = i - (int)test_below(seed, (size_t)(i < 2 ? i + 1 : 3));
@@ -101,15 +101,15 @@ static mt_status drawn_backward(drawn *d, uint64_t *seed, mt_collective kind) {
         if (skips == 1 && test_below(seed, 3) == 0) continue;
         MT_TRY(mt_gradients_final(ctx, d->list[first], d->list[i]));
         for (int j = first; j <= i; j++) d->said[j] = 1;
-        if (mt_comm_size(d->r->grid.dp) > 1)
-            CHECK(mt_comm_ledger(d->r->grid.dp).calls[kind] == (begins ? (uint64_t)buckets_gone(d) : 0));
+        if (mt_comm_size(d->r->grid.dp_cp) > 1)
+            CHECK(mt_comm_ledger(d->r->grid.dp_cp).calls[kind] == (begins ? (uint64_t)buckets_gone(d) : 0));
     }
     return mt_sync_gradients(ctx, d->r->params);
 }
 
 /* Returns 1 if the gradient of `rank` belongs to the sum that this rank gets. */
 static int is_summed(const test_rank *r, const mt_param *p, int rank) {
-    int t = rank % r->grid.tp_size, s = rank / r->grid.tp_size / r->grid.dp_size, stages = r->grid.pp_size;
+    int t = rank % r->grid.tp_size, s = rank / r->grid.tp_size / mt_comm_size(r->grid.dp_cp), stages = r->grid.pp_size;
     int ends = (s == 0 || s == stages - 1) && (r->grid.pp_rank == 0 || r->grid.pp_rank == stages - 1);
     if (s != r->grid.pp_rank && !(p->desc.shared_embedding && ends)) return 0;
     return t == r->grid.tp_rank || p->desc.sequence_partial;
@@ -133,12 +133,12 @@ static mt_status drawn_sums(const drawn *d) {
 static mt_status drawn_ledger(const drawn *d, mt_collective kind) {
     const mt_params *params = d->r->params;
     int64_t unit = 64 / (int64_t)mt_dtype_size(params->dtype), asked = (int64_t)(params->buckets.desc.bucket_bytes / 4);
-    mt_ledger l = mt_comm_ledger(d->r->grid.dp);
-    if (params->buckets.desc.sharded_optimizer) unit *= d->r->grid.dp_size;
+    mt_ledger l = mt_comm_ledger(d->r->grid.dp_cp);
+    if (params->buckets.desc.sharded_optimizer) unit *= mt_comm_size(d->r->grid.dp_cp);
     if (asked == 0) asked = params->buckets.desc.bucket_bytes ? 1 : params->elements;
     asked = test_ceil(asked < params->elements ? asked : params->elements, unit) * unit;
     CHECK(params->buckets.size == asked && params->elements % unit == 0);
-    if (mt_comm_size(d->r->grid.dp) == 1) return MT_SUCCESS;
+    if (mt_comm_size(d->r->grid.dp_cp) == 1) return MT_SUCCESS;
     CHECK(l.calls[kind] == (uint64_t)test_ceil(params->elements, asked) &&
           l.bytes[kind] == (uint64_t)params->elements * 4);
     CHECK(l.calls[MT_ALL_REDUCE] + l.calls[MT_REDUCE_SCATTER] == l.calls[kind]);
@@ -152,7 +152,7 @@ static mt_status bucket_body(test_rank *r) {
         drawn d;
         MT_TRY(draw_model(r, &seed, &d));
         kind = r->params->buckets.desc.sharded_optimizer ? MT_REDUCE_SCATTER : MT_ALL_REDUCE;
-        if (r->grid.dp_size == 1) kind = MT_ALL_REDUCE;
+        if (mt_comm_size(r->grid.dp_cp) == 1) kind = MT_ALL_REDUCE;
         MT_TRY(drawn_backward(&d, &seed, kind));
         MT_TRY(drawn_ledger(&d, kind));
         MT_TRY(mt_gather_gradients(r->ctx, r->params));
@@ -172,8 +172,9 @@ static mt_status bucket_rank(mt_comm *world, void *user) {
 }
 
 static void test_buckets(void **state) {
-    static bucket_case cases[] = {{{1, 1, 1}, 1}, {{1, 2, 1}, 2}, {{1, 3, 1}, 3}, {{2, 2, 1}, 4},
-                                  {{1, 4, 1}, 4}, {{1, 2, 2}, 4}, {{2, 2, 2}, 8}};
+    static bucket_case cases[] = {{{1, 1, 1, 1}, 1}, {{1, 2, 1, 1}, 2}, {{1, 3, 1, 1}, 3}, {{2, 2, 1, 1}, 4},
+                                  {{1, 4, 1, 1}, 4}, {{1, 2, 2, 1}, 4}, {{2, 2, 2, 1}, 8}, {{1, 1, 1, 2}, 2},
+                                  {{2, 2, 1, 2}, 8}, {{1, 1, 2, 3}, 6}};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) test_launch(cases[i].ranks, bucket_rank, &cases[i]);
 }
@@ -263,13 +264,13 @@ static mt_status training_rank(mt_comm *world, void *user) {
     run.out = &unused;
     status = gpt_open(world, &run, &w);
     for (int step = 0; status == MT_SUCCESS && step < steps; step++) {
-        if (step == steps - 1) mt_comm_ledger_reset(w.grid.dp);
+        if (step == steps - 1) mt_comm_ledger_reset(w.grid.dp_cp);
         status = t->event && step == t->step ? eventful_step(&w, t, rank == t->rank) : gpt_step(&w, step);
     }
     if (rank == 0) {
         memcpy(t->out->loss, unused.loss, sizeof t->out->loss);
         memcpy(t->out->norm, unused.norm, sizeof t->out->norm);
-        t->out->data = mt_comm_ledger(w.grid.dp);
+        t->out->data = mt_comm_ledger(w.grid.dp_cp);
     }
     if (status == MT_SUCCESS) status = keep_raw(&w, t->out, rank);
     gpt_close(&w);
@@ -478,17 +479,17 @@ static mt_status timely_body(gpt_worker *w, mt_collective kind) {
     mt_ledger l = {{0}, {0}};
     int64_t gone = gpt_buckets_gone(w), all = test_ceil(w->params->elements, w->params->buckets.size);
     MT_TRY(mt_params_zero_grad(w->ctx, w->params));
-    mt_comm_ledger_reset(w->grid.dp);
+    mt_comm_ledger_reset(w->grid.dp_cp);
     for (int i = 0; i < 4; i++) {
-        l = mt_comm_ledger(w->grid.dp);
+        l = mt_comm_ledger(w->grid.dp_cp);
         CHECK(l.calls[kind] == 0 && l.bytes[kind] == 0);
         MT_TRY(gpt_micro_batch(w, i, i == 3));
     }
-    l = mt_comm_ledger(w->grid.dp);
+    l = mt_comm_ledger(w->grid.dp_cp);
     CHECK(gone >= 3 && gone < all && l.calls[kind] == (uint64_t)gone);
     CHECK(l.bytes[kind] == (uint64_t)(gone * w->params->buckets.size * 4));
     MT_TRY(mt_sync_gradients(w->ctx, w->params));
-    l = mt_comm_ledger(w->grid.dp);
+    l = mt_comm_ledger(w->grid.dp_cp);
     CHECK(l.calls[kind] == (uint64_t)all && l.bytes[kind] == (uint64_t)w->params->elements * 4);
     return MT_SUCCESS;
 }
@@ -532,7 +533,7 @@ static mt_status stranger_rank(mt_comm *world, void *user) {
     MT_TRY(mt_gpt_create(w.ctx, w.params, &model, &w.gpt));
     MT_TRY(mt_params_add(w.ctx, w.params, &d, &stranger));
     MT_TRY(mt_params_init(w.ctx, w.params, 1));
-    mt_comm_ledger_reset(w.grid.dp);
+    mt_comm_ledger_reset(w.grid.dp_cp);
     if (*says) {
         run.begins = 0;
         MT_TRY(mt_sync_gradients_begin(w.ctx, w.params));
@@ -540,7 +541,7 @@ static mt_status stranger_rank(mt_comm *world, void *user) {
         MT_TRY(mt_gradients_final(w.ctx, stranger, stranger));
     }
     MT_TRY(gpt_micro_batch(&w, 0, 1));
-    CHECK((int64_t)mt_comm_ledger(w.grid.dp).calls[MT_ALL_REDUCE] == (*says ? gpt_buckets_gone(&w) : 0));
+    CHECK((int64_t)mt_comm_ledger(w.grid.dp_cp).calls[MT_ALL_REDUCE] == (*says ? gpt_buckets_gone(&w) : 0));
     /* after mt_gradients_final, it already contains the sum */
     MT_TRY(mt_fill(w.ctx, stranger->grad, *says ? 2.0f : 1.0f));
     MT_TRY(mt_sync_gradients(w.ctx, w.params));
@@ -593,7 +594,7 @@ static mt_status memory_body(test_rank *r, const memory_case *c, int sharded) {
 
 static mt_status memory_rank(mt_comm *world, void *user) {
     const memory_case *c = (const memory_case *)user;
-    mt_grid_desc shape = {1, c->data, 1};
+    mt_grid_desc shape = {.dp = c->data};
     test_rank r;
     mt_status status;
     MT_TRY(test_rank_open(world, shape, NULL, &r));
@@ -610,7 +611,7 @@ static void test_memory_by_the_formula(void **state) {
     for (size_t i = 0; i < sizeof memory_cases / sizeof *memory_cases; i++) {
         memory_case c = memory_cases[i];
         test_rank r;
-        test_paper_rank(c.data, c.data / 2, (mt_grid_desc){1, c.data, 1}, &paper, &r);
+        test_paper_rank(c.data, c.data / 2, (mt_grid_desc){1, c.data, 1, 1}, &paper, &r);
         ASSERT_STATUS(r.ctx, MT_SUCCESS, memory_body(&r, &c, 1));
         test_paper_rank_close(&r);
         if (c.data <= 4) test_launch(c.data, memory_rank, &c);
@@ -743,7 +744,7 @@ static mt_status read_rank(mt_comm *world, void *user) {
 }
 
 static void test_state_is_read_as_written(void **state) {
-    static mt_grid_desc grids[] = {{1, 1, 1}, {1, 2, 1}, {1, 3, 1}, {2, 2, 1}, {3, 2, 1}, {1, 8, 1}};
+    static mt_grid_desc grids[] = {{1, 1, 1, 1}, {1, 2, 1, 1}, {1, 3, 1, 1}, {2, 2, 1, 1}, {3, 2, 1, 1}, {1, 8, 1, 1}};
     (void)state;
     for (size_t i = 0; i < sizeof grids / sizeof *grids; i++)
         test_launch(grids[i].tp * grids[i].dp, read_rank, &grids[i]);
@@ -807,7 +808,7 @@ static void test_refusals(void **state) {
     test_rank r;
     float x[6] = {0};
     (void)state;
-    test_paper_rank(4, 1, (mt_grid_desc){1, 4, 1}, &paper, &r);
+    test_paper_rank(4, 1, (mt_grid_desc){1, 4, 1, 1}, &paper, &r);
     assert_int_equal(mt_params_set_data_parallel(NULL, r.params, &share), MT_ERR_ARGUMENT);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_params_set_data_parallel|params is NULL",
             mt_params_set_data_parallel(r.ctx, NULL, &share));
@@ -836,7 +837,7 @@ static void test_refusals(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "lr is nan", mt_optimizer_step(r.ctx, &o, NAN, 1.0f));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params));
     assert_int_equal(o.step, 0);
-    assert_int_equal(mt_comm_ledger(r.grid.dp).calls[MT_ALL_GATHER], 0);
+    assert_int_equal(mt_comm_ledger(r.grid.dp_cp).calls[MT_ALL_GATHER], 0);
 
     assert_int_equal(mt_gradients_final(NULL, a, b), MT_ERR_ARGUMENT);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "'(NULL)' to 'b'", mt_gradients_final(r.ctx, NULL, b));
@@ -975,7 +976,7 @@ static void told_check(mt_grid_desc grid, int what, int rank, int stages_differ)
 }
 
 static void test_ranks_that_were_told_different_things(void **state) {
-    static const mt_grid_desc grids[] = {{1, 2, 1}, {2, 1, 1}, {2, 2, 1}, {1, 1, 2}, {2, 2, 2}};
+    static const mt_grid_desc grids[] = {{1, 2, 1, 1}, {2, 1, 1, 1}, {2, 2, 1, 1}, {1, 1, 2, 1}, {2, 2, 2, 1}};
     (void)state;
     for (size_t i = 0; i < sizeof grids / sizeof *grids; i++) {
         int ranks = grids[i].tp * grids[i].dp * grids[i].pp;

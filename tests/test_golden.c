@@ -560,7 +560,7 @@ static mt_status train(rank *r) {
 
 static mt_status build(rank *r) {
     const golden *g = r->run->g;
-    mt_grid_desc shape = {r->run->tp, r->run->data, r->run->pipeline};
+    mt_grid_desc shape = {.tp = r->run->tp, .dp = r->run->data, .pp = r->run->pipeline};
     mt_context_desc where;
     mt_optimizer_desc adam = {(float)number(g, "beta1"),
                               (float)number(g, "beta2"),

@@ -247,11 +247,11 @@ static void test_order_of_a_step(void **state) {
                                    "the 2 tensor ranks has a part of its sum",
                       partial4[] = "the gradient of 'out.bias' is not synchronised: it is sequence_partial, each of "
                                    "the 4 tensor ranks has a part of its sum";
-    static order_case cases[] = {{{1, 1, 1}, 1, 0, 0, 0, NULL},     {{1, 1, 1}, 1, 1, 1, 1, NULL},
-                                 {{2, 1, 1}, 2, 0, 0, 0, NULL},     {{4, 1, 1}, 4, 0, 0, 1, NULL},
-                                 {{2, 1, 1}, 2, 1, 0, 0, partial2}, {{4, 1, 1}, 4, 1, 0, 1, partial4},
-                                 {{1, 2, 1}, 2, 0, 0, 0, data2},    {{1, 2, 1}, 2, 0, 1, 1, data2},
-                                 {{1, 4, 1}, 4, 0, 1, 0, data4},    {{2, 2, 1}, 4, 1, 0, 1, data2}};
+    static order_case cases[] = {{{1, 1, 1, 1}, 1, 0, 0, 0, NULL},     {{1, 1, 1, 1}, 1, 1, 1, 1, NULL},
+                                 {{2, 1, 1, 1}, 2, 0, 0, 0, NULL},     {{4, 1, 1, 1}, 4, 0, 0, 1, NULL},
+                                 {{2, 1, 1, 1}, 2, 1, 0, 0, partial2}, {{4, 1, 1, 1}, 4, 1, 0, 1, partial4},
+                                 {{1, 2, 1, 1}, 2, 0, 0, 0, data2},    {{1, 2, 1, 1}, 2, 0, 1, 1, data2},
+                                 {{1, 4, 1, 1}, 4, 0, 1, 0, data4},    {{2, 2, 1, 1}, 4, 1, 0, 1, data2}};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) test_launch(cases[i].ranks, order_rank, &cases[i]);
 }
@@ -314,21 +314,21 @@ static void test_reasons(void **state) {
     static const char lookup[] = "it is a shared embedding, the part of the lookup is not added to that of the head";
     static const char three[] = "it has 3 copies, each of them has a part of its sum";
     reason_case cases[] = {
-        {{1, 1, 1}, 1, words, 0, NULL},
-        {{1, 1, 1}, 1, words, 2, lookup},
-        {{2, 1, 1}, 2, words, 2, lookup},
-        {{1, 1, 2}, 2, words, 0, ends},
-        {{2, 1, 2}, 4, words, 0, ends},
-        {{1, 1, 2}, 2, words, 2, ends},
-        {{1, 1, 2}, 2, rows, 0, NULL},
-        {{2, 1, 1}, 2, rows, 2, NULL},
-        {{1, 1, 1}, 1, partial, 0, NULL},
-        {{2, 1, 1}, 2, partial, 0, "it is sequence_partial, each of the 2 tensor ranks has a part of its sum"},
-        {{2, 1, 2}, 4, partial, 0, "it is sequence_partial, each of the 2 tensor ranks has a part of its sum"},
-        {{1, 1, 1}, 1, copies, 0, three},
-        {{2, 1, 1}, 2, copies, 0, three},
-        {{1, 2, 1}, 2, rows, 0, "each of the 2 data ranks has a part of its sum"},
-        {{2, 2, 1}, 4, rows, 2, "each of the 2 data ranks has a part of its sum"}};
+        {{1, 1, 1, 1}, 1, words, 0, NULL},
+        {{1, 1, 1, 1}, 1, words, 2, lookup},
+        {{2, 1, 1, 1}, 2, words, 2, lookup},
+        {{1, 1, 2, 1}, 2, words, 0, ends},
+        {{2, 1, 2, 1}, 4, words, 0, ends},
+        {{1, 1, 2, 1}, 2, words, 2, ends},
+        {{1, 1, 2, 1}, 2, rows, 0, NULL},
+        {{2, 1, 1, 1}, 2, rows, 2, NULL},
+        {{1, 1, 1, 1}, 1, partial, 0, NULL},
+        {{2, 1, 1, 1}, 2, partial, 0, "it is sequence_partial, each of the 2 tensor ranks has a part of its sum"},
+        {{2, 1, 2, 1}, 4, partial, 0, "it is sequence_partial, each of the 2 tensor ranks has a part of its sum"},
+        {{1, 1, 1, 1}, 1, copies, 0, three},
+        {{2, 1, 1, 1}, 2, copies, 0, three},
+        {{1, 2, 1, 1}, 2, rows, 0, "each of the 2 data ranks has a part of its sum"},
+        {{2, 2, 1, 1}, 4, rows, 2, "each of the 2 data ranks has a part of its sum"}};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) test_launch(cases[i].ranks, reason_rank, &cases[i]);
 }
@@ -485,7 +485,7 @@ static mt_status accumulate_rank(mt_comm *world, void *user) {
 }
 
 static void test_accumulated_gradients(void **state) {
-    static mt_grid_desc grids[] = {{1, 1, 1}, {2, 1, 1}, {1, 2, 1}, {2, 2, 1}};
+    static mt_grid_desc grids[] = {{1, 1, 1, 1}, {2, 1, 1, 1}, {1, 2, 1, 1}, {2, 2, 1, 1}};
     (void)state;
     for (size_t i = 0; i < sizeof grids / sizeof *grids; i++)
         test_launch(grids[i].tp * grids[i].dp, accumulate_rank, &grids[i]);
@@ -566,7 +566,7 @@ static mt_status pipe_rank(mt_comm *world, void *user) {
     const pipe_case *c = (const pipe_case *)user;
     mt_context_desc where = {.arena_bytes = (size_t)4 << 20, .invariant = c->invariant};
     pipeline p;
-    mt_status status = net_open(world, (mt_grid_desc){1, 1, c->stages}, &where, &p.n);
+    mt_status status = net_open(world, (mt_grid_desc){.pp = c->stages}, &where, &p.n);
     p.c = c;
     if (status == MT_SUCCESS) status = pipe_body(&p);
     net_close(&p.n);
@@ -692,7 +692,7 @@ static mt_status model_rank(mt_comm *world, void *user) {
 }
 
 static void test_models(void **state) {
-    static const mt_grid_desc grids[] = {{1, 1, 1}, {2, 1, 1}, {1, 2, 1}, {2, 2, 1}};
+    static const mt_grid_desc grids[] = {{1, 1, 1, 1}, {2, 1, 1, 1}, {1, 2, 1, 1}, {2, 2, 1, 1}};
     (void)state;
     for (int i = 0; i < 16; i++) {
         model_case c = {grids[i / 4], i & 1 ? 2 : 0, i >> 1 & 1};
@@ -926,7 +926,7 @@ static void test_graphs(void **state) {
             mt_comm *world = NULL;
             net n;
             memset(&n, 0, sizeof n);
-            test_paper_rank(2, 1, (mt_grid_desc){1, 2, 1}, &paper, &n.r);
+            test_paper_rank(2, 1, (mt_grid_desc){1, 2, 1, 1}, &paper, &n.r);
             world = n.r.world;
             n.on_device = 1;
             assert_false(mt_context_records(n.r.ctx) || mt_context_records(NULL));

@@ -339,7 +339,7 @@ static mt_status does_nothing(mt_context *ctx, void *user, const mt_action *acti
 static void call_pipeline(hostile *h, int64_t a, int64_t b, int64_t c) {
     mt_pipeline_stage stage = {
         .rows = a, .cols = b, .dtype = MT_F32, .forward = does_nothing, .backward = does_nothing};
-    mt_grid_desc shape = {int_of(h, 2), int_of(h, 0), int_of(h, 1)};
+    mt_grid_desc shape = {int_of(h, 2), int_of(h, 0), int_of(h, 1), int_of(h, 1)};
     mt_action actions[64],
         hand = {.slot = int_of(h, 0), .recv_slot = int_of(h, 0), .kind = (mt_action_kind)int_of(h, 0)};
     mt_grid grid = h->rank.grid;

@@ -315,9 +315,9 @@ static mt_status reader_rank(mt_comm *world, void *user) {
 }
 
 static void test_every_reader(void **state) {
-    static reader_case cases[] = {{{1, 1, 1}, 1, 0, 0, 0}, {{1, 1, 1}, 1, 0, 0, 1}, {{2, 1, 1}, 2, 0, 0, 0},
-                                  {{1, 2, 1}, 2, 0, 0, 0}, {{1, 2, 1}, 2, 1, 0, 0}, {{2, 2, 1}, 4, 0, 0, 1},
-                                  {{1, 1, 1}, 1, 0, 2, 0}, {{2, 1, 1}, 2, 0, 2, 0}};
+    static reader_case cases[] = {{{1, 1, 1, 1}, 1, 0, 0, 0}, {{1, 1, 1, 1}, 1, 0, 0, 1}, {{2, 1, 1, 1}, 2, 0, 0, 0},
+                                  {{1, 2, 1, 1}, 2, 0, 0, 0}, {{1, 2, 1, 1}, 2, 1, 0, 0}, {{2, 2, 1, 1}, 4, 0, 0, 1},
+                                  {{1, 1, 1, 1}, 1, 0, 2, 0}, {{2, 1, 1, 1}, 2, 0, 2, 0}};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) test_launch(cases[i].ranks, reader_rank, &cases[i]);
 }

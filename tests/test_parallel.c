@@ -6,6 +6,7 @@
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
 
+#include "mt_test_grids.h"
 #include "mt_test_ranks.h"
 
 #include <limits.h>
@@ -15,46 +16,41 @@ static const int splits[] = {1, 2, 3, 4, 8};
 
 /* ---- grid -------------------------------------------------------------------------------------------------------- */
 
-/* The 16 GPUs in the docstring of Megatron-LM's initialize_model_parallel (tensor 2, pipeline 4, so data 2), and the
-   groups that it lists: */
-#define WORLD 16
-static const mt_grid_desc megatron_grid = {.tp = 2, .pp = 4};
-static const int groups_of_megatron[5][8][9] = {
-    {{0, 1, -1}, {2, 3, -1}, {4, 5, -1}, {6, 7, -1}, {8, 9, -1}, {10, 11, -1}, {12, 13, -1}, {14, 15, -1}},
-    {{0, 2, -1}, {1, 3, -1}, {4, 6, -1}, {5, 7, -1}, {8, 10, -1}, {9, 11, -1}, {12, 14, -1}, {13, 15, -1}},
-    {{0, 4, 8, 12, -1}, {1, 5, 9, 13, -1}, {2, 6, 10, 14, -1}, {3, 7, 11, 15, -1}, {-1}, {-1}, {-1}, {-1}},
-    {{0, 1, 4, 5, 8, 9, 12, 13, -1}, {2, 3, 6, 7, 10, 11, 14, 15, -1}, {-1}, {-1}, {-1}, {-1}, {-1}, {-1}},
-    {{0, 12, -1}, {1, 13, -1}, {2, 14, -1}, {3, 15, -1}, {-1}, {-1}, {-1}, {-1}}};
+#define WORLD 32 /* the largest grid of Megatron */
+#define GROUPS 7
+#define GRIDS (int)(sizeof megatron_grids / sizeof *megatron_grids)
 
-/* The group of `rank`, ended by -1. NULL: the rank is in no such group. */
-static const int *golden_group(int group, int rank) {
-    for (int g = 0; g < 8; g++)
-        for (int i = 0; groups_of_megatron[group][g][i] >= 0; i++)
-            if (groups_of_megatron[group][g][i] == rank) return groups_of_megatron[group][g];
-    return NULL;
-}
+static int ranks_of(mt_grid_desc d) { return d.tp * d.cp * d.dp * d.pp; }
 
-static int golden_size(const int *group) {
-    int n = 0;
-    while (group && group[n] >= 0) n++;
-    return n;
+/* Finds the group of `rank` in a list, as in "0 2|1 3". Writes its ranks, and returns their number, 0 for none. */
+static int golden_group(const char *list, int rank, int ranks[WORLD]) {
+    int count = 0, found = 0;
+    for (;;) {
+        ranks[count] = (int)strtol(list, (char **)&list, 10);
+        found |= ranks[count++] == rank;
+        if (*list == ' ') continue;
+        if (found) return count;
+        if (*list++ == 0) return 0;
+        count = 0;
+    }
 }
 
 static void test_grid_ranks_are_megatrons(void **state) {
     (void)state;
-    for (int group = 0; group < 5; group++)
-        for (int rank = 0; rank < WORLD; rank++) {
-            const int *want = golden_group(group, rank);
-            int ranks[WORLD], count = -1;
-            ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS,
-                          mt_grid_ranks(&megatron_grid, WORLD, (mt_group)group, rank, ranks, &count));
-            assert_int_equal(count, golden_size(want));
-            for (int i = 0; i < count; i++) assert_int_equal(ranks[i], want[i]);
-        }
+    for (int i = 0; i < GRIDS; i++)
+        for (int group = 0; group < GROUPS; group++)
+            for (int rank = 0; rank < ranks_of(megatron_grids[i].shape); rank++) {
+                int want[WORLD], ranks[WORLD], count = -1;
+                ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS,
+                              mt_grid_ranks(&megatron_grids[i].shape, ranks_of(megatron_grids[i].shape),
+                                            (mt_group)group, rank, ranks, &count));
+                assert_int_equal(count, golden_group(megatron_grids[i].groups[group], rank, want));
+                for (int k = 0; k < count; k++) assert_int_equal(ranks[k], want[k]);
+            }
 }
 
 static void test_grid_ranks_of_one_stage_and_defaults(void **state) {
-    static const mt_grid_desc one = {.tp = 4}, none = {0};
+    static const mt_grid_desc one = {.tp = 4}, none = {0}, context = {.tp = 2, .cp = 2};
     int ranks[8], count = -1;
     (void)state;
     for (int r = 0; r < 8; r++) { /* with one stage, the embedding group has one rank */
@@ -66,78 +62,84 @@ static void test_grid_ranks_of_one_stage_and_defaults(void **state) {
         assert_int_equal(ranks[r], r);
         ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_grid_ranks(&none, 8, MT_GROUP_TENSOR, r, ranks, &count));
         assert_int_equal(count, 1);
+        ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_grid_ranks(&none, 8, MT_GROUP_CONTEXT, r, ranks, &count));
+        assert_int_equal(count, 1);
+        ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_grid_ranks(&context, 8, MT_GROUP_DATA, r, ranks, &count));
+        assert_int_equal(count, 2); /* 8 / (2 * 2) */
     }
 }
 
 static mt_comm *grid_comm(const mt_grid *grid, int group) {
-    mt_comm *comms[5];
-    comms[0] = grid->tp;
-    comms[1] = grid->dp;
-    comms[2] = grid->pp;
-    comms[3] = grid->model;
-    comms[4] = grid->embedding;
+    mt_comm *const comms[GROUPS] = {grid->tp, grid->dp, grid->pp, grid->model, grid->embedding, grid->cp, grid->dp_cp};
     return comms[group];
 }
 
-/* Checks the group sizes, group ranks and coordinates of `rank` in the grid. */
-static mt_status check_grid(const mt_grid *grid, int rank) {
-    static const char *const names[] = {"tensor", "data", "pipeline", "model", "embedding"};
-    CHECK(grid->tp_size == 2 && grid->dp_size == 2 && grid->pp_size == 4);
-    CHECK(grid->tp_rank + 2 * (grid->dp_rank + 2 * grid->pp_rank) == rank);
-    for (int group = 0; group < 5; group++) {
-        const int *want = golden_group(group, rank);
+/* Checks the group sizes, group ranks and coordinates of `rank` in grid number i. */
+static mt_status check_grid(const mt_grid *grid, int i, int rank) {
+    static const char *const names[] = {"tensor",    "data",    "pipeline",      "model",
+                                        "embedding", "context", "data x context"};
+    const mt_grid_desc d = megatron_grids[i].shape;
+    CHECK(grid->tp_size == d.tp && grid->dp_size == d.dp && grid->pp_size == d.pp && grid->cp_size == d.cp);
+    CHECK(grid->tp_rank + d.tp * (grid->cp_rank + d.cp * (grid->dp_rank + d.dp * grid->pp_rank)) == rank);
+    for (int group = 0; group < GROUPS; group++) {
         mt_comm *comm = grid_comm(grid, group);
-        CHECK((comm == NULL) == (want == NULL));
+        int want[WORLD], count = golden_group(megatron_grids[i].groups[group], rank, want);
+        CHECK((comm == NULL) == (count == 0));
         if (!comm) continue;
-        CHECK(mt_comm_size(comm) == golden_size(want));
+        CHECK(mt_comm_size(comm) == count);
         CHECK(want[mt_comm_rank(comm)] == rank);
-        CHECK(strcmp(mt_comm_name(comm), names[group]) == 0);
+        CHECK(strcmp(mt_comm_name(comm), names[comm == grid->dp ? MT_GROUP_DATA : group]) == 0);
     }
+    CHECK((grid->dp_cp == grid->dp) == (d.cp == 1));
     CHECK(mt_comm_rank(grid->tp) == grid->tp_rank && mt_comm_rank(grid->dp) == grid->dp_rank);
-    CHECK(mt_comm_rank(grid->pp) == grid->pp_rank);
+    CHECK(mt_comm_rank(grid->pp) == grid->pp_rank && mt_comm_rank(grid->cp) == grid->cp_rank);
+    CHECK(mt_comm_rank(grid->dp_cp) == grid->cp_rank + d.cp * grid->dp_rank);
     return MT_SUCCESS;
 }
 
 /* Checks the members of each communicator: its ranks exchange their world ranks. */
-static mt_status check_members(test_rank *r, int rank) {
-    for (int group = 0; group < 5; group++) {
+static mt_status check_members(test_rank *r, int i, int rank) {
+    for (int group = 0; group < GROUPS; group++) {
         mt_comm *comm = grid_comm(&r->grid, group);
-        const int *want = golden_group(group, rank);
+        int want[WORLD], count = golden_group(megatron_grids[i].groups[group], rank, want);
         int32_t members[WORLD], me = (int32_t)rank;
         if (!comm) continue;
         MT_TRY(mt_all_gather(r->ctx, comm, &me, members, 1, MT_I32));
-        for (int i = 0; i < golden_size(want); i++) CHECK(members[i] == want[i]);
+        for (int k = 0; k < count; k++) CHECK(members[k] == want[k]);
     }
     return MT_SUCCESS;
 }
 
 static mt_status grid_rank(mt_comm *world, void *user) {
+    const int i = *(const int *)user;
     test_rank r;
     mt_status status;
-    (void)user;
-    MT_TRY(test_rank_open(world, megatron_grid, NULL, &r));
-    status = check_grid(&r.grid, mt_comm_rank(world));
-    if (status == MT_SUCCESS) status = check_members(&r, mt_comm_rank(world));
+    MT_TRY(test_rank_open(world, megatron_grids[i].shape, NULL, &r));
+    status = check_grid(&r.grid, i, mt_comm_rank(world));
+    if (status == MT_SUCCESS) status = check_members(&r, i, mt_comm_rank(world));
     test_rank_close(&r);
     return status;
 }
 
-static void test_grid_on_sixteen_ranks(void **state) {
+static void test_grids_on_their_ranks(void **state) {
     (void)state;
-    test_launch(WORLD, grid_rank, NULL);
+    for (int i = 0; i < GRIDS; i++)
+        if (ranks_of(megatron_grids[i].shape) <= 16) test_launch(ranks_of(megatron_grids[i].shape), grid_rank, &i);
 }
 
-static void test_grid_on_paper(void **state) {
+static void test_grids_on_paper(void **state) {
     (void)state;
-    for (int rank = 0; rank < WORLD; rank++) {
-        mt_comm *world = NULL;
-        mt_grid grid;
-        ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_comm_create_meta(WORLD, rank, &world));
-        ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_grid_create(world, &megatron_grid, &grid));
-        ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, check_grid(&grid, rank));
-        mt_grid_destroy(&grid);
-        mt_comm_destroy(world);
-    }
+    for (int i = 0; i < GRIDS; i++)
+        for (int rank = 0; rank < ranks_of(megatron_grids[i].shape); rank++) {
+            mt_comm *world = NULL;
+            mt_grid grid;
+            ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS,
+                          mt_comm_create_meta(ranks_of(megatron_grids[i].shape), rank, &world));
+            ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_grid_create(world, &megatron_grids[i].shape, &grid));
+            ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, check_grid(&grid, i, rank));
+            mt_grid_destroy(&grid);
+            mt_comm_destroy(world);
+        }
 }
 
 static void test_grids_that_do_not_fit(void **state) {
@@ -145,15 +147,19 @@ static void test_grids_that_do_not_fit(void **state) {
         mt_grid_desc desc;
         mt_status status;
         const char *words[3];
-    } bad[] = {{{3, 0, 0}, MT_ERR_SHAPE, {"tp 3", "8 ranks", ""}},
-               {{2, 2, 0}, MT_ERR_SHAPE, {"tp 2", "dp 2", "8 ranks"}},
-               {{2, 2, 3}, MT_ERR_SHAPE, {"pp 3", "dp 2", "8 ranks"}},
-               {{16, 0, 0}, MT_ERR_SHAPE, {"tp 16", "8 ranks", ""}},
-               {{2, 16, 0}, MT_ERR_SHAPE, {"dp 16", "", ""}},
-               {{-2, 0, 0}, MT_ERR_ARGUMENT, {"tp is -2, must be at least 0", "", ""}},
-               {{2, -1, 0}, MT_ERR_ARGUMENT, {"dp is -1, must be at least 0", "", ""}},
-               {{2, 0, -4}, MT_ERR_ARGUMENT, {"pp is -4, must be at least 0", "", ""}},
-               {{INT_MAX, INT_MAX, INT_MAX}, MT_ERR_SHAPE, {"2147483647", "8 ranks", ""}}};
+    } bad[] = {{{.tp = 3}, MT_ERR_SHAPE, {"tp 3", "8 ranks", ""}},
+               {{.cp = 3}, MT_ERR_SHAPE, {"cp 3", "8 ranks", ""}},
+               {{.cp = 16}, MT_ERR_SHAPE, {"cp 16", "8 ranks", ""}},
+               {{.tp = 2, .cp = 2, .dp = 4}, MT_ERR_SHAPE, {"tp 2 x cp 2 x dp 4 x pp 1", "8 ranks", ""}},
+               {{.cp = -1}, MT_ERR_ARGUMENT, {"cp is -1, must be at least 0", "", ""}},
+               {{.tp = 2, .dp = 2}, MT_ERR_SHAPE, {"tp 2", "dp 2", "8 ranks"}},
+               {{.tp = 2, .dp = 2, .pp = 3}, MT_ERR_SHAPE, {"pp 3", "dp 2", "8 ranks"}},
+               {{.tp = 16}, MT_ERR_SHAPE, {"tp 16", "8 ranks", ""}},
+               {{.tp = 2, .dp = 16}, MT_ERR_SHAPE, {"dp 16", "", ""}},
+               {{.tp = -2}, MT_ERR_ARGUMENT, {"tp is -2, must be at least 0", "", ""}},
+               {{.tp = 2, .dp = -1}, MT_ERR_ARGUMENT, {"dp is -1, must be at least 0", "", ""}},
+               {{.tp = 2, .pp = -4}, MT_ERR_ARGUMENT, {"pp is -4, must be at least 0", "", ""}},
+               {{INT_MAX, INT_MAX, INT_MAX, INT_MAX}, MT_ERR_SHAPE, {"2147483647", "8 ranks", ""}}};
     mt_comm *world = NULL;
     mt_grid grid;
     int ranks[8], count;
@@ -168,7 +174,7 @@ static void test_grids_that_do_not_fit(void **state) {
         assert_int_equal(mt_grid_ranks(&bad[i].desc, 8, MT_GROUP_TENSOR, 0, ranks, &count), bad[i].status);
         assert_int_equal(count, 0);
     }
-    assert_int_equal(mt_grid_create(NULL, &megatron_grid, &grid), MT_ERR_ARGUMENT);
+    assert_int_equal(mt_grid_create(NULL, &megatron_grids[0].shape, &grid), MT_ERR_ARGUMENT);
     assert_int_equal(mt_grid_create(world, NULL, NULL), MT_ERR_ARGUMENT);
     assert_non_null(strstr(mt_comm_last_error(world), "out is NULL"));
     mt_comm_destroy(world);
@@ -183,7 +189,7 @@ static void test_grid_ranks_refuses(void **state) {
     assert_int_equal(mt_grid_ranks(&d, 8, MT_GROUP_TENSOR, 0, ranks, NULL), MT_ERR_ARGUMENT);
     assert_int_equal(mt_grid_ranks(&d, 8, MT_GROUP_TENSOR, 8, ranks, &count), MT_ERR_ARGUMENT);
     assert_int_equal(mt_grid_ranks(&d, 8, MT_GROUP_TENSOR, -1, ranks, &count), MT_ERR_ARGUMENT);
-    assert_int_equal(mt_grid_ranks(&d, 8, (mt_group)5, 0, ranks, &count), MT_ERR_ARGUMENT);
+    assert_int_equal(mt_grid_ranks(&d, 8, (mt_group)GROUPS, 0, ranks, &count), MT_ERR_ARGUMENT);
     assert_int_equal(mt_grid_ranks(&d, 0, MT_GROUP_TENSOR, 0, ranks, &count), MT_ERR_ARGUMENT);
     assert_int_equal(mt_grid_ranks(&d, -8, MT_GROUP_TENSOR, 0, ranks, &count), MT_ERR_ARGUMENT);
     mt_grid_destroy(NULL);
@@ -1514,12 +1520,13 @@ static mt_status sync_body(test_rank *r) {
     mt_param *words = add_or_null(
         r, (mt_param_desc){.name = "words", .rows = 8, .cols = 2, .placement = MT_SPLIT_ROWS, .shared_embedding = 1});
     mt_param *more = add_or_null(r, (mt_param_desc){.name = "more", .rows = 2, .cols = 20, .sequence_partial = 1});
-    float own = rank_bit(g, g->tp_rank, g->dp_rank, g->pp_rank), data = 0, both = 0, ends = 0;
+    int own_data = mt_comm_rank(g->dp_cp), data_ranks = mt_comm_size(g->dp_cp);
+    float own = rank_bit(g, g->tp_rank, own_data, g->pp_rank), data = 0, both = 0, ends = 0;
     int last = g->pp_size - 1, is_end = g->pp_rank == 0 || g->pp_rank == last;
     CHECK(split && whole && partial && words && more);
     MT_TRY(mt_params_init(r->ctx, r->params, 1));
     for (int i = 0; i < mt_params_count(r->params); i++) MT_TRY(mt_fill(r->ctx, mt_params_at(r->params, i)->grad, own));
-    for (int d = 0; d < g->dp_size; d++) {
+    for (int d = 0; d < data_ranks; d++) {
         data += rank_bit(g, g->tp_rank, d, g->pp_rank);
         for (int t = 0; t < g->tp_size; t++) both += rank_bit(g, t, d, g->pp_rank);
         ends += rank_bit(g, g->tp_rank, d, 0) + (last > 0 ? rank_bit(g, g->tp_rank, d, last) : 0.0f);
@@ -1531,7 +1538,7 @@ static mt_status sync_body(test_rank *r) {
     MT_TRY(expect_all(more->grad, both));
     MT_TRY(expect_all(words->grad, is_end ? ends : data));
     CHECK(mt_comm_ledger(g->tp).calls[MT_ALL_REDUCE] == (g->tp_size > 1));
-    CHECK(mt_comm_ledger(g->dp).calls[MT_ALL_REDUCE] == (g->dp_size > 1));
+    CHECK(mt_comm_ledger(g->dp_cp).calls[MT_ALL_REDUCE] == (data_ranks > 1));
     MT_TRY(mt_params_zero_grad(r->ctx, r->params));
     for (int i = 0; i < mt_params_count(r->params); i++) MT_TRY(expect_all(mt_params_at(r->params, i)->grad, 0.0f));
     return MT_SUCCESS;
@@ -1547,8 +1554,9 @@ static mt_status sync_rank(mt_comm *world, void *user) {
 }
 
 static void test_sync_gradients(void **state) {
-    static sync_case cases[] = {{{1, 1, 1}, 1}, {{4, 1, 1}, 4}, {{1, 3, 1}, 3}, {{2, 2, 1}, 4},
-                                {{1, 1, 2}, 2}, {{2, 1, 2}, 4}, {{2, 2, 2}, 8}, {{1, 2, 3}, 6}};
+    static sync_case cases[] = {{{1, 1, 1, 1}, 1}, {{4, 1, 1, 1}, 4}, {{1, 3, 1, 1}, 3}, {{2, 2, 1, 1}, 4},
+                                {{1, 1, 2, 1}, 2}, {{2, 1, 2, 1}, 4}, {{2, 2, 2, 1}, 8}, {{1, 2, 3, 1}, 6},
+                                {{1, 1, 1, 2}, 2}, {{2, 2, 1, 2}, 8}, {{1, 1, 3, 2}, 6}, {{1, 2, 2, 2}, 8}};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) test_launch(cases[i].ranks, sync_rank, &cases[i]);
 }
@@ -1650,8 +1658,9 @@ static mt_status norm_rank(mt_comm *world, void *user) {
 }
 
 static void test_grad_norm_counts_each_element_once(void **state) {
-    static sync_case cases[] = {{{1, 1, 1}, 1}, {{2, 1, 1}, 2}, {{4, 1, 1}, 4}, {{8, 1, 1}, 8}, {{1, 2, 1}, 2},
-                                {{2, 2, 1}, 4}, {{3, 2, 1}, 6}, {{1, 1, 2}, 2}, {{2, 1, 2}, 4}, {{2, 2, 2}, 8}};
+    static sync_case cases[] = {{{1, 1, 1, 1}, 1}, {{2, 1, 1, 1}, 2}, {{4, 1, 1, 1}, 4}, {{8, 1, 1, 1}, 8},
+                                {{1, 2, 1, 1}, 2}, {{2, 2, 1, 1}, 4}, {{3, 2, 1, 1}, 6}, {{1, 1, 2, 1}, 2},
+                                {{2, 1, 2, 1}, 4}, {{2, 2, 2, 1}, 8}, {{2, 1, 2, 2}, 8}, {{1, 2, 1, 2}, 4}};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) test_launch(cases[i].ranks, norm_rank, &cases[i]);
 }
@@ -3720,8 +3729,8 @@ static const struct CMUnitTest tests[] = {
 #endif
     cmocka_unit_test(test_grid_ranks_are_megatrons),
     cmocka_unit_test(test_grid_ranks_of_one_stage_and_defaults),
-    cmocka_unit_test(test_grid_on_sixteen_ranks),
-    cmocka_unit_test(test_grid_on_paper),
+    cmocka_unit_test(test_grids_on_their_ranks),
+    cmocka_unit_test(test_grids_on_paper),
     cmocka_unit_test(test_grids_that_do_not_fit),
     cmocka_unit_test(test_grid_ranks_refuses),
     cmocka_unit_test(test_params_do_not_depend_on_the_split),

@@ -950,6 +950,80 @@ static void test_ids_up_to_the_largest(void **state) {
     test_launch(4, largest_ids_rank, NULL);
 }
 
+/* ---- context ranks ----------------------------------------------------------------------------------------------- */
+
+/* What is wrong on rank 1 of 2 context ranks, in each of 2 data ranks. */
+typedef enum of_context {
+    CONTEXT_RIGHT,
+    CONTEXT_IDS,       /* each rank has the tokens of the whole sequence's beginning */
+    CONTEXT_POSITIONS, /* from 0 on, on each rank */
+    CONTEXT_WEIGHT,
+    CONTEXT_RATE,
+    CONTEXT_COUNT
+} of_context;
+
+static const char *const context_words[] = {
+    NULL, "ids of mt_embedding_forward|split over \"context\"|same as rank 0|call mt_declare_meant for it before",
+    "ids of mt_embedding_forward \"places\"|split over \"context\"|same as rank 0",
+    "the value of 'table' is replicated over \"context\" (2 ranks)|other values than rank 0",
+    "mt_optimizer_step: lr is replicated over \"context\" (2 ranks)|other values than rank 0"};
+
+static mt_status context_step(test_rank *r, of_context fault, mt_param *const p[2], mt_optimizer *adam, int step) {
+    const mt_grid *g = &r->grid;
+    const int odd = g->cp_rank == 1;
+    int32_t ids[6], places[6];
+    mt_tensor x, of_ids = mt_tensor_make(ids, MT_I32, 6, 1), of_places = mt_tensor_make(places, MT_I32, 6, 1);
+    MT_TRY(mt_arena_tensor(r->ctx, MT_F32, 6, 8, &x));
+    for (int i = 0; i < 6; i++) {
+        int at = (fault == CONTEXT_IDS ? 0 : 6 * g->cp_rank) + i;
+        ids[i] = (at * at + 3 * g->dp_rank + step) % 20;
+        places[i] = (fault == CONTEXT_POSITIONS ? 0 : 6 * g->cp_rank) + i;
+    }
+    MT_TRY(mt_declare(r->ctx, g->dp_cp, of_ids, MT_SPLIT_ROWS));
+    MT_TRY(mt_declare(r->ctx, g->cp, of_places, MT_SPLIT_ROWS)); /* the sequences of data ranks begin at 0, too */
+    MT_TRY(mt_params_zero_grad(r->ctx, r->params));
+    if (fault == CONTEXT_WEIGHT && odd && step == 1) ((float *)p[0]->value.data)[5] += 0.5f;
+    MT_TRY(mt_embedding_forward(r->ctx, p[0]->value, 0, ids, 0, x));
+    MT_TRY(mt_embedding_forward(r->ctx, p[1]->value, 0, places, 1, x));
+    MT_TRY(mt_embedding_backward(r->ctx, x, 0, ids, p[0]->grad));
+    MT_TRY(mt_embedding_backward(r->ctx, x, 0, places, p[1]->grad));
+    MT_TRY(mt_sync_gradients(r->ctx, r->params));
+    MT_TRY(mt_optimizer_step(r->ctx, adam, fault == CONTEXT_RATE && odd ? 0.02f : 0.01f, 0.01f));
+    MT_TRY(mt_declare(r->ctx, NULL, of_ids, MT_UNDECLARED));
+    return mt_declare(r->ctx, NULL, of_places, MT_UNDECLARED);
+}
+
+static mt_status context_rank(mt_comm *world, void *user) {
+    const of_context fault = *(const of_context *)user;
+    const mt_param_desc table = {.name = "table", .rows = 20, .cols = 8, .init_std = 1};
+    const mt_param_desc places = {.name = "places", .rows = 12, .cols = 8, .init_std = 1};
+    mt_optimizer adam;
+    mt_param *p[2];
+    mt_status status;
+    test_rank r;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.cp = 2, .dp = 2}, &checks, &r));
+    MT_TRY(mt_params_add(r.ctx, r.params, &table, &p[0]));
+    MT_TRY(mt_params_add(r.ctx, r.params, &places, &p[1]));
+    MT_TRY(mt_params_init(r.ctx, r.params, 1234));
+    MT_TRY(mt_optimizer_create(r.ctx, r.params, NULL, &adam));
+    status = MT_SUCCESS;
+    for (int step = 0; step < 4 && status == MT_SUCCESS; step++) status = context_step(&r, fault, p, &adam, step);
+    if (!context_words[fault]) MT_TRY(status);
+    else CHECK(status == MT_ERR_MISMATCH || status == MT_ERR_PEER);
+    if (status == MT_ERR_MISMATCH) CHECK(test_has_words(mt_last_error(r.ctx), context_words[fault]));
+    mt_optimizer_destroy(r.ctx, &adam);
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_context_ranks(void **state) {
+    (void)state;
+    for (int fault = CONTEXT_RIGHT; fault < CONTEXT_COUNT; fault++) {
+        of_context which = (of_context)fault;
+        test_launch(4, context_rank, &which);
+    }
+}
+
 /* Which rows of a shard, that both ranks have, are said to be meant. */
 typedef struct meaning {
     int64_t rows[2];  /* of the two parts */
@@ -1262,6 +1336,7 @@ int main(void) {
         cmocka_unit_test(test_whole_sequences_and_rows_alike),
         cmocka_unit_test(test_positions_of_ranks),
         cmocka_unit_test(test_ids_up_to_the_largest),
+        cmocka_unit_test(test_context_ranks),
         cmocka_unit_test(test_only_what_is_meant),
         cmocka_unit_test(test_values_that_are_meant),
         cmocka_unit_test(test_what_is_meant_is_not_watched),

@@ -25,7 +25,7 @@ typedef struct program {
     int ranks;
     int known;               /* 1: check mode knows each operand */
     const char *mistakes[4]; /* the words of the message of each */
-    int data;                /* 1: the ranks are data ranks */
+    int group;               /* 1: the ranks are data ranks; 2: context ranks */
 } program;
 
 struct run {
@@ -34,7 +34,7 @@ struct run {
     mt_grid grid;
     mt_context *ctx;
     mt_params *params;
-    mt_comm *tp;     /* the tensor group, or that of the data ranks */
+    mt_comm *tp;     /* the tensor group, or that of the data or context ranks */
     int rank, ranks; /* of the tensor group */
     int check, meta, mistake;
     int given, results; /* numbers of tensors */
@@ -1109,6 +1109,15 @@ static const program programs[] = {
     {"gathered groups on four ranks", gathered_groups, 4, 0, {"k has columns 0 to 3 of the 16"}, 0},
     {"own queries of all keys", own_queries_of_all_keys, 2, 0, {0}, 0},
     {"own queries of a memory", own_queries_of_a_memory, 4, 0, {0}, 0},
+    {"context ranks, all keys", own_queries_of_all_keys, 4, 0, {0}, 2},
+    {"context ranks, a memory", own_queries_of_a_memory, 2, 0, {0}, 2},
+    {"context ranks, first keys",
+     own_queries_of_first_keys,
+     4,
+     0,
+     {"k has 8 rows that all 4 ranks|k must have the first 2 rows",
+      "mt_download|x is partial over \"context\"|mt_linear_gradients"},
+     2},
     {"ids without a declaration", ids_without_declaration, 2, 1, {0}, 0},
     {"ids in a row", ids_in_a_row, 2, 1, {0}, 0},
     {"norm of heads", norm_of_heads, 2, 1, {"mt_download \"attention.q_layernorm\"|is partial"}, 0},
@@ -1178,10 +1187,12 @@ static mt_status run_rank(mt_comm *world, run r, result *out, char *text) {
     if (r.meta) where.device = MT_DEVICE_META;
     r.world = world;
     r.out = out;
-    MT_TRY(mt_grid_create(world, &(mt_grid_desc){.tp = r.p->data ? 1 : mt_comm_size(world)}, &r.grid));
+    const int ranks = mt_comm_size(world), group = r.p->group;
+    const mt_grid_desc shape = {.tp = group ? 1 : ranks, .cp = group == 2 ? ranks : 1};
+    MT_TRY(mt_grid_create(world, &shape, &r.grid));
     MT_TRY(mt_context_create(world, &where, &r.ctx));
     MT_TRY(mt_params_create(r.ctx, &r.grid, &r.params));
-    r.tp = r.p->data ? r.grid.dp : r.grid.tp;
+    r.tp = group == 0 ? r.grid.tp : group == 1 ? r.grid.dp : r.grid.cp;
     r.rank = mt_comm_rank(r.tp);
     r.ranks = mt_comm_size(r.tp);
     status = r.p->main(&r);

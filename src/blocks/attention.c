@@ -283,6 +283,16 @@ static mt_status mti_attention_create(mt_context *ctx, const mti_origin *from, c
     return mti_attention_tables(ctx, from->params, out);
 }
 
+/* Refuses context ranks: each would see the keys of its own tokens alone. */
+static mt_status mti_expect_whole_sequences(mt_context *ctx, const char *function, const char *name,
+                                            const mt_params *params) {
+    const mt_grid *grid = mt_params_grid(params);
+    if (grid->cp_size == 1) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_UNSUPPORTED,
+                   "%s: '%s' needs whole sequences, but %d context ranks have parts of them (mt_grid_desc.cp)",
+                   function, name, grid->cp_size);
+}
+
 MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, const char *name,
                                           const mt_self_attention_desc *desc, mt_self_attention *out) {
     mti_origin from = mti_from_registry(params);
@@ -295,6 +305,7 @@ MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, co
     d = *desc;
     if (!d.kv_heads) d.kv_heads = d.heads;
     MT_TRY(mti_attention_check(ctx, "mt_self_attention_create", name, &d, mt_params_shards(params)));
+    MT_TRY(mti_expect_whole_sequences(ctx, "mt_self_attention_create", name, params));
     mark = mt_params_mark(params);
     mti_attention_begin(&d, mti_group_pieces(d.heads, d.kv_heads, mt_params_shards(params)), out);
     return mt_create_end(params, mark, out, sizeof *out, mti_attention_create(ctx, &from, name, out));

@@ -69,6 +69,7 @@ MT_API mt_status mt_cross_attention_create(mt_context *ctx, mt_params *params, c
     if (!d.kv_heads) d.kv_heads = d.heads;
     if (!d.kv_hidden) d.kv_hidden = d.hidden;
     MT_TRY(mti_cross_desc_check(ctx, function, name, &d, mt_params_shards(params)));
+    MT_TRY(mti_expect_whole_sequences(ctx, function, name, params));
     d.scores.mask = MT_MASK_BIDIRECTIONAL;
     mark = mt_params_mark(params);
     memset(out, 0, sizeof *out);

@@ -175,7 +175,7 @@ MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const cha
    mt_check_numbers notes `count` numbers of a call, such as those of its desc, which must be the same on all ranks of a
    group. The message calls them "`what` of `where`". Ranks with rows of t of their own may have others, such as the
    mask of their queries; t is mt_none() if they may not. data 1: those of "data" may not in any case. data 2: ranks
-   with a term of the sum t may have others, and data ranks with rows of their own, and no other ranks.
+   with a term of the sum t may have others, and ranks of "data" and "context" with rows of their own, and no others.
    mt_check_side notes an operand that is no matrix of a rule: an element for each row (along MT_SPLIT_ROWS) or column
    (MT_SPLIT_COLS) of t, such as targets or lengths. If a group splits t in this way, each rank must have its own
    elements, otherwise all ranks must have the same ones. alike 1: ranks may have the same elements in any case.

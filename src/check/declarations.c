@@ -63,6 +63,21 @@ static int mti_axis_of(mti_checker *c, const mt_comm *comm, int add) {
     return c->count++;
 }
 
+/* The groups over which a tensor has placements when a call names a communicator: this one, or its factors. */
+typedef struct mti_axes {
+    int at[2], count; /* count 0: there is none, as in a group of one */
+} mti_axes;
+
+static mti_axes mti_axes_of(mti_checker *c, const mt_comm *comm, int add) {
+    mti_axes axes = {{0, 0}, 0};
+    int i, g;
+    for (i = 0; i < (comm && comm->factors[0] ? 2 : 1); i++) {
+        g = mti_axis_of(c, comm && comm->factors[0] ? comm->factors[i] : comm, add);
+        if (g >= 0) axes.at[axes.count++] = g;
+    }
+    return axes;
+}
+
 /* Returns the parameter or gradient that has all memory of e, or NULL. */
 static mti_placed *mti_parameter_at(const mti_checker *c, mti_extent e) {
     size_t i = mti_placed_before(&c->parameters, e.end);
@@ -435,15 +450,18 @@ static mti_placed *mti_newest_at(const mti_checker *c, mti_extent at) {
 static mt_status mti_declare_set(mt_context *ctx, const mt_comm *comm, mt_tensor t, int set) {
     mti_placed *p;
     mti_known k;
-    int g;
+    mti_axes axes;
+    int i;
     MT_TRY(mti_watch_extent(ctx, mti_extent_of(t), 0));
-    g = mti_axis_of(ctx->checker, comm, 1);
+    axes = mti_axes_of(ctx->checker, comm, 1);
     k = mti_known_of(ctx->checker, t);
-    if (g >= 0 && set == 1 << MT_PARTIAL) MT_TRY(mti_terms_share(ctx, g, t));
-    if (g >= 0) ctx->checker->axes[g].only_group = 0;
-    if (g < 0) return k.unwritten ? mti_forget_view(ctx, t) : MT_SUCCESS; /* in a group of one, too, it was written */
+    if (axes.count == 0) return k.unwritten ? mti_forget_view(ctx, t) : MT_SUCCESS; /* it was written there, too */
     if (k.zero && !k.parameter) memset(k.may, MTI_ALL_PLACEMENTS, sizeof k.may);
-    k.may[g] = (unsigned char)set;
+    for (i = 0; i < axes.count; i++) {
+        if (set == 1 << MT_PARTIAL) MT_TRY(mti_terms_share(ctx, axes.at[i], t));
+        ctx->checker->axes[axes.at[i]].only_group = 0;
+        k.may[axes.at[i]] = (unsigned char)set;
+    }
     MT_TRY(mti_placement_note(ctx, t, k.may, 0, "mt_declare", NULL));
     if (k.some_columns) mti_columns_note(ctx->checker, t);
     p = mti_newest_at(ctx->checker, mti_extent_of(t));
@@ -504,17 +522,20 @@ static mt_status mti_view_share(mt_context *ctx, int g, mt_tensor t, mt_placemen
 
 MT_API mt_status mt_check_view(mt_context *ctx, const mt_comm *comm, mt_tensor t, mt_placement placement) {
     mti_placed *view;
-    int g;
+    mti_axes axes;
+    int i;
     if (!ctx) return MT_ERR_ARGUMENT;
     MT_TRY(mti_expect_placement(ctx, "mt_check_view", placement));
     if (!ctx->checker) return MT_SUCCESS;
-    g = mti_axis_of(ctx->checker, comm, 1);
+    axes = mti_axes_of(ctx->checker, comm, 1);
     view = mti_placed_add(&ctx->checker->views);
     if (!view) return mt_fail(ctx, MT_ERR_MEMORY, "mt_check_view: no memory for the checks of placements");
     if (mti_has_elements(t)) view->at = mti_extent_of(t);
     memset(view->may, MTI_ALL_PLACEMENTS, sizeof view->may);
-    if (g >= 0 && placement != MT_UNDECLARED) view->may[g] = (unsigned char)(1 << placement);
-    return g < 0 ? MT_SUCCESS : mti_view_share(ctx, g, t, placement);
+    for (i = 0; i < axes.count && placement != MT_UNDECLARED; i++)
+        view->may[axes.at[i]] = (unsigned char)(1 << placement);
+    for (i = 0; i < axes.count; i++) MT_TRY(mti_view_share(ctx, axes.at[i], t, placement));
+    return MT_SUCCESS;
 }
 
 MT_API void mt_check_group(mt_context *ctx, const mt_comm *comm) {
@@ -538,23 +559,26 @@ MT_API mt_status mt_declare_zero(mt_context *ctx, mt_tensor t) {
 MT_API mt_placement mt_placement_of(const mt_context *ctx, const mt_comm *comm, mt_tensor t) {
     const mti_placed *p;
     mti_known k;
-    int g, placement;
+    mti_axes axes;
+    int placement, i, may = 0;
     if (!mt_check_mode(ctx) || !mti_has_elements(t)) return MT_UNDECLARED;
-    g = mti_axis_of(ctx->checker, comm, 0);
-    p = g < 0 && comm ? mti_parameter_at(ctx->checker, mti_extent_of(t)) : NULL;
-    if (g < 0) return p && strcmp(p->summed_over, comm->name) == 0 ? MT_REPLICATED : MT_UNDECLARED;
+    axes = mti_axes_of(ctx->checker, comm, 0);
+    p = axes.count == 0 && comm ? mti_parameter_at(ctx->checker, mti_extent_of(t)) : NULL;
+    if (axes.count == 0) return p && strcmp(p->summed_over, comm->name) == 0 ? MT_REPLICATED : MT_UNDECLARED;
     k = mti_known_of(ctx->checker, t);
+    for (i = 0; i < axes.count; i++) may |= k.may[axes.at[i]];
     for (placement = MT_REPLICATED; placement <= MT_PARTIAL; placement++)
-        if ((!k.zero || k.parameter) && k.may[g] == 1 << placement) return (mt_placement)placement;
+        if ((!k.zero || k.parameter) && may == 1 << placement) return (mt_placement)placement;
     return MT_UNDECLARED;
 }
 
 /* Notes a parameter's value or gradient. */
-static mt_status mti_declare_part(mt_context *ctx, const char *name, int tensor, int data, mt_tensor t, int may,
+static mt_status mti_declare_part(mt_context *ctx, const char *name, int tensor, mti_axes data, mt_tensor t, int may,
                                   int64_t parts, int is_gradient, int partial) {
     mti_checker *c = ctx->checker;
     const char *copy;
     mti_placed *p;
+    int i;
     if (!mti_has_elements(t)) return MT_SUCCESS;
     mti_forget(ctx, t.data, (size_t)t.rows * (size_t)t.cols * mt_dtype_size(t.dtype));
     copy = mti_names_add(c, name);
@@ -567,8 +591,8 @@ static mt_status mti_declare_part(mt_context *ctx, const char *name, int tensor,
     memset(p->may, MTI_ALL_PLACEMENTS, sizeof p->may);
     memset(p->allowed, MTI_ALL_PLACEMENTS, sizeof p->allowed);
     if (tensor >= 0) p->may[tensor] = p->allowed[tensor] = (unsigned char)(may | (partial ? 1 << MT_PARTIAL : 0));
-    if (data >= 0)
-        p->may[data] = p->allowed[data] =
+    for (i = 0; i < data.count; i++)
+        p->may[data.at[i]] = p->allowed[data.at[i]] =
             (unsigned char)(is_gradient ? 1 << MT_REPLICATED | 1 << MT_PARTIAL : 1 << MT_REPLICATED);
     memcpy(p->adds, p->allowed, sizeof p->adds);
     if (tensor >= 0 && partial && may == 1 << MT_REPLICATED) p->adds[tensor] = 1 << MT_PARTIAL;
@@ -578,13 +602,14 @@ static mt_status mti_declare_part(mt_context *ctx, const char *name, int tensor,
 MT_API mt_status mt_declare_parameter(mt_context *ctx, const char *name, const mt_comm *tensor, const mt_comm *data,
                                       mt_tensor value, mt_tensor grad, mt_placement placement, int64_t parts,
                                       int partial) {
-    int t, d;
+    mti_axes d;
+    int t;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!name) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_declare_parameter: name is NULL");
     MT_TRY(mti_expect_placement(ctx, "mt_declare_parameter", placement));
     if (!mt_check_mode(ctx)) return MT_SUCCESS;
     t = mti_axis_of(ctx->checker, tensor, 1);
-    d = mti_axis_of(ctx->checker, data, 1);
+    d = mti_axes_of(ctx->checker, data, 1);
     MT_TRY(mti_declare_part(ctx, name, t, d, value, 1 << placement, parts, 0, 0));
     return mti_declare_part(ctx, name, t, d, grad, 1 << placement, parts, 1, partial);
 }

@@ -74,25 +74,29 @@ static mt_status mti_move_check(mt_context *ctx, const mt_comm *comm, const char
     mt_rule rule = {"x", cases, NULL};
     unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
     mt_tensor x = from->t, y = to->t;
+    mti_axes axes;
     mti_known read;
     mti_ruling r;
-    int g;
+    int i;
     if (!mt_check_mode(ctx) || !mti_has_elements(x)) return MT_SUCCESS;
-    g = mti_axis_of(ctx->checker, comm, 1);
-    if (g < 0) return mti_moved(ctx, where, x, y);
+    axes = mti_axes_of(ctx->checker, comm, 1);
+    if (axes.count == 0) return mti_moved(ctx, where, x, y);
     mti_ruling_of(&r, ctx->checker, where, &rule, from);
     if (from->use & MT_ARG_GRADIENT) r.operands[0].known.is_gradient = 1;
     MT_TRY(mti_slots_check(ctx, &r));
     MT_TRY(mti_slot_check(ctx, where, NULL, to->name, y));
     MT_TRY(mti_written_check(ctx, &r));
-    if (strcmp(cases, "P") == 0) MT_TRY(mti_sum_check(ctx, &r, g));
-    MT_TRY(mti_rule_axis(ctx, &r, g, results));
     read = r.operands[0].known;
-    if (mti_has_elements(y) && y.rows > x.rows && mti_extents_meet(mti_extent_of(x), mti_extent_of(y)))
-        read.may[g] = MTI_ALL_PLACEMENTS; /* a gather in place: each rank reads its own part of what is replicated */
-    MT_TRY(mti_replica_read(ctx, where, NULL, from, &read));
     memcpy(may, r.operands[0].known.may, sizeof may);
-    may[g] = (unsigned char)mti_letter_set(becomes);
+    for (i = 0; i < axes.count; i++) {
+        int g = axes.at[i];
+        if (strcmp(cases, "P") == 0) MT_TRY(mti_sum_check(ctx, &r, g));
+        MT_TRY(mti_rule_axis(ctx, &r, g, results));
+        if (mti_has_elements(y) && y.rows > x.rows && mti_extents_meet(mti_extent_of(x), mti_extent_of(y)))
+            read.may[g] = MTI_ALL_PLACEMENTS; /* a gather in place: each rank reads its own part of the whole */
+        may[g] = (unsigned char)mti_letter_set(becomes);
+    }
+    MT_TRY(mti_replica_read(ctx, where, NULL, from, &read));
     if (mti_has_elements(y)) MT_TRY(mti_move_note(ctx, &r.operands[0].known, x, y, may, 0, where));
     mti_notify_move(ctx, &r, to);
     return MT_SUCCESS;
@@ -111,17 +115,22 @@ static mt_status mti_region_check(mt_context *ctx, const mt_comm *comm, const ch
 
 /* Whether something is known about x on a group. */
 static int mti_is_known(mt_context *ctx, const mt_comm *comm, mt_tensor x) {
-    int g = mti_axis_of(ctx->checker, comm, 0);
-    mti_known k;
-    if (g < 0 || ctx->checker->axes[g].only_group) return 0;
-    k = mti_known_of(ctx->checker, x);
-    return !k.zero && k.may[g] != MTI_ALL_PLACEMENTS;
+    const mti_axes axes = mti_axes_of(ctx->checker, comm, 0);
+    const mti_known k = mti_known_of(ctx->checker, x);
+    int i, known = 0;
+    for (i = 0; i < axes.count && !k.zero; i++)
+        if (!ctx->checker->axes[axes.at[i]].only_group && k.may[axes.at[i]] != MTI_ALL_PLACEMENTS) known = 1;
+    return known;
 }
 
 /* Whether x is split over a group. */
 static int mti_is_split(mt_context *ctx, const mt_comm *comm, mt_tensor x) {
-    int g = mti_axis_of(ctx->checker, comm, 0);
-    return g >= 0 && !(mti_known_of(ctx->checker, x).may[g] & ~MTI_SPLIT_PLACEMENTS);
+    const mti_axes axes = mti_axes_of(ctx->checker, comm, 0);
+    const mti_known k = mti_known_of(ctx->checker, x);
+    int i, split = axes.count > 0;
+    for (i = 0; i < axes.count; i++)
+        if (k.may[axes.at[i]] & ~MTI_SPLIT_PLACEMENTS) split = 0;
+    return split;
 }
 
 /* Returns the memory of a collective as a tensor with the columns of what was written there, or with one row. */
@@ -163,7 +172,8 @@ static mt_status mti_root_note(mt_context *ctx, const mti_known *known, mt_tenso
 static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
     static const mt_rule rule = {"sendbuf", "R r c", NULL};
     unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
-    int g = mti_axis_of(ctx->checker, comm, 0), is_root = comm->rank == call->root;
+    const mti_axes axes = mti_axes_of(ctx->checker, comm, 0);
+    int is_root = comm->rank == call->root, i;
     mt_operand operand;
     mt_tensor x;
     mti_ruling r;
@@ -173,15 +183,15 @@ static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const
     MT_TRY(mti_slots_check(ctx, &r));
     if (is_root) MT_TRY(mti_sent_check(ctx, &r));
     r.rule = &rule;
-    if (is_root && g >= 0) MT_TRY(mti_rule_axis(ctx, &r, g, results));
+    for (i = 0; is_root && i < axes.count; i++) MT_TRY(mti_rule_axis(ctx, &r, axes.at[i], results));
     operand.t.data = call->recv;
-    if (g < 0 && !is_root) return mti_forget_view(ctx, operand.t);
+    if (axes.count == 0 && !is_root) return mti_forget_view(ctx, operand.t);
     if (!mti_parameter_at(ctx->checker, mti_extent_of(operand.t)))
         mti_forget_parameters(ctx->checker, mti_extent_of(operand.t));
-    if (g < 0) return mti_root_note(ctx, &r.operands[0].known, x, operand.t);
+    if (axes.count == 0) return mti_root_note(ctx, &r.operands[0].known, x, operand.t);
     if (is_root) memcpy(may, r.operands[0].known.may, sizeof may);
     else memset(may, MTI_ALL_PLACEMENTS, sizeof may); /* the root alone knows about the other groups */
-    may[g] = 1 << MT_REPLICATED;
+    for (i = 0; i < axes.count; i++) may[axes.at[i]] = 1 << MT_REPLICATED;
     MT_TRY(mti_placement_note(ctx, operand.t, may, 0, "mt_broadcast", is_root ? r.operands[0].known.with : NULL));
     operand = mti_operand_of("recvbuf", operand.t, MT_ARG_OUT);
     mti_notify(ctx, "mt_broadcast", NULL, &operand, 1);
@@ -275,15 +285,18 @@ static mt_status mti_all_to_all_check(mt_context *ctx, const mt_comm *comm, cons
     return mti_collective_unknown(ctx, comm, call->kind, where, y);
 }
 
-/* A collective of the caller's own. What it makes of memory that is not declared is not known. Data ranks may sum
-   losses of other tokens, one by one. */
+/* A collective of the caller's own. What it makes of memory that is not declared is not known. Ranks with other
+   tokens may sum losses, one by one. */
 static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
     static const char *const names[] = {"mt_all_reduce", "mt_all_gather", "mt_reduce_scatter", "mt_broadcast"};
-    const char *parts = strcmp(comm->name, "data") == 0 ? "P r c" : "P";
+    const char *parts = "P";
     int is_float = mt_dtype_is_float(call->dtype), sums = call->op == MT_SUM && is_float;
     mt_operand from, to;
     mt_tensor x, y;
+    mti_axes axes;
     if (!mt_check_mode(ctx)) return MT_SUCCESS;
+    axes = mti_axes_of(ctx->checker, comm, 0);
+    if (axes.count > 0 && mti_has_tokens(&ctx->checker->axes[axes.at[0]])) parts = "P r c";
     if (mti_is_all_to_all(call)) return mti_all_to_all_check(ctx, comm, call);
     if (call->count == 0 || call->kind == MT_BARRIER) return MT_SUCCESS;
     if (call->kind == MT_BROADCAST && comm->size > 1) return mti_broadcast_check(ctx, comm, call);

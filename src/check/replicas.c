@@ -38,8 +38,9 @@ typedef struct mti_replica_list {
 /* What ranks of a group have each for itself. Kinds:
    s  not all ranks may have the same
    S  no two ranks may have the same
-   d  of the data group: two ranks may have the same, but not in all entries of the same name, in MTI_DATA_ALIKE
-      comparisons from the first one on
+   d  of ranks with other tokens: two ranks may have the same, but not in all entries of the same name, in
+      MTI_DATA_ALIKE comparisons from the first one on
+   c  ids of context ranks: if they count up, no two ranks may have the same
    i  ids of rows: not all ranks may have the same, unless they have whole sequences
    p  the same ids: if they count up on each rank, the ranks together must have each position as often as any other
    g  a range of the columns of what all ranks have: all columns must be read by some rank */
@@ -47,7 +48,7 @@ typedef struct mti_share {
     const char *where, *with;
     char what[24], kind;
     int is_view;    /* 1: of mti_view_add */
-    int64_t rows;   /* of kinds i and p */
+    int64_t rows;   /* of kinds i, p and c */
     uint64_t piece; /* of kind g: the age of the whole */
     uint64_t mark;  /* a hash; of kind g the first column, the columns, and those of the whole, in 1024ths of it */
 } mti_share;
@@ -310,23 +311,23 @@ static int mti_share_mark(mt_context *ctx, mt_tensor t, uint64_t *mark) {
 /* Notes an operand that a call reads and that group g splits: what the program has declared, and integers. */
 static mt_status mti_share_read(mt_context *ctx, int g, const char *where, const char *with, const mt_operand *o,
                                 const mti_known *known) {
-    int is_ids = o->t.dtype == MT_I32, is_data = mti_is_data(&ctx->checker->axes[g]);
+    const int is_ids = o->t.dtype == MT_I32, tokens = mti_has_tokens(&ctx->checker->axes[g]);
+    const int positions = is_ids && !mti_is_data(&ctx->checker->axes[g]) && ctx->device == MT_DEVICE_CPU;
     mti_share e;
     if (known->may[g] != 1 << MT_SPLIT_ROWS && known->may[g] != 1 << MT_SPLIT_COLS) return MT_SUCCESS;
     if (ctx->checker->axes[g].only_group) return MT_SUCCESS;
     if (!is_ids && !known->is_declared) return MT_SUCCESS;
-    if (is_ids && ctx->device == MT_DEVICE_CPU && !mti_ids_differ(o->t, is_data)) return MT_SUCCESS;
-    if (is_ids && is_data && ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
+    if (is_ids && tokens && ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
     memset(&e, 0, sizeof e);
     e.where = where;
     e.with = with;
-    e.kind = is_data ? 'd' : is_ids ? 'i' : 's';
+    e.kind = tokens ? 'd' : is_ids ? 'i' : 's';
     e.rows = o->t.rows * o->t.cols;
     snprintf(e.what, sizeof e.what, "%s", o->name);
     if (!mti_share_mark(ctx, o->t, &e.mark)) return MT_SUCCESS;
-    MT_TRY(mti_share_add(ctx, g, &e));
-    if (e.kind != 'i' || ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
-    e.kind = 'p';
+    if (!is_ids || ctx->device != MT_DEVICE_CPU || mti_ids_differ(o->t, tokens)) MT_TRY(mti_share_add(ctx, g, &e));
+    if (!positions || !(tokens || mti_ids_differ(o->t, 0))) return MT_SUCCESS;
+    e.kind = tokens ? 'c' : 'p';
     e.mark = mti_counting_mark(o->t);
     return mti_share_add(ctx, g, &e);
 }
@@ -439,6 +440,7 @@ static int mti_range_misses(const mti_share_list *l, size_t i, const uint64_t *a
 /* Whether ranks a and b have alike what they must not, where entry i is. Of data, in all entries of the name. */
 static int mti_pair_alike(const mti_share_list *l, size_t i, const uint64_t *all, int a, int b) {
     size_t k;
+    if (l->list[i].kind == 'c' && all[(size_t)a * l->count + i] == MTI_NOT_COUNTING) return 0;
     for (k = 0; k < l->count; k++) {
         if (k != i && (l->list[i].kind != 'd' || l->list[k].kind != 'd')) continue;
         if (strcmp(l->list[k].what, l->list[i].what) != 0) continue;
@@ -611,20 +613,22 @@ static mt_status mti_place_note(mt_context *ctx, const char *where, const char *
 MT_API mt_status mt_check_replica(mt_context *ctx, const mt_comm *comm, const char *what, const char *name,
                                   mt_tensor t) {
     const mti_placed *p;
+    mti_axes axes;
     mti_replica e;
-    int g;
+    int i;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!what || mt_dtype_size(t.dtype) < 2)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_check_replica: what is NULL, or t is %s", mt_dtype_name(t.dtype));
     if (!mti_replicas_on(ctx) || !mti_has_elements(t)) return MT_SUCCESS;
-    g = mti_axis_of(ctx->checker, comm, 1);
-    if (g < 0) return MT_SUCCESS;
+    axes = mti_axes_of(ctx->checker, comm, 1);
+    if (axes.count == 0) return MT_SUCCESS;
     memset(&e, 0, sizeof e);
     p = mti_parameter_at(ctx->checker, mti_extent_of(t));
     e.with = p ? p->name : name; /* the checker's name outlives the parameter */
     snprintf(e.operand, sizeof e.operand, "%s", what);
     MT_TRY(mti_replica_hash(ctx, t, &e));
-    return mti_replica_add(ctx, g, &e);
+    for (i = 0; i < axes.count; i++) MT_TRY(mti_replica_add(ctx, axes.at[i], &e));
+    return MT_SUCCESS;
 }
 
 MT_API uint64_t mt_check_content_of(const double *numbers, int count) {
@@ -652,7 +656,7 @@ static int mti_numbers_bind(const mti_checker *c, int g, mt_tensor t, int data) 
     int others = 1 << (data == 2 ? MT_PARTIAL : MT_SPLIT_ROWS); /* what ranks with other numbers have */
     if (c->axes[g].only_group) return 0;
     if (!mti_has_elements(t) || (data == 1 && is_data)) return 1;
-    if (is_data) others |= 1 << MT_SPLIT_ROWS;
+    if (mti_has_tokens(&c->axes[g])) others |= 1 << MT_SPLIT_ROWS;
     return !(mti_known_of(c, t).may[g] & others);
 }
 
@@ -730,17 +734,19 @@ MT_API void mt_check_sequences(mt_context *ctx, mt_tensor t, int64_t seq) {
 }
 
 MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const char *what, float number) {
+    mti_axes axes;
     mti_replica e;
-    int g;
+    int i;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!what) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_check_number: what is NULL");
-    g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 1) : -1;
-    if (g < 0) return MT_SUCCESS;
+    if (!mti_replicas_on(ctx)) return MT_SUCCESS;
+    axes = mti_axes_of(ctx->checker, comm, 1);
     memset(&e, 0, sizeof e);
     e.differs = 'v';
     e.hash = mt_hash_word(0, mt_f32_bits(number));
     snprintf(e.operand, sizeof e.operand, "%s", what);
-    return mti_replica_add(ctx, g, &e);
+    for (i = 0; i < axes.count; i++) MT_TRY(mti_replica_add(ctx, axes.at[i], &e));
+    return MT_SUCCESS;
 }
 
 /* What rank b has, and rank a has not. */
@@ -860,12 +866,18 @@ static mt_status mti_replicas_compare(mt_context *ctx, mt_comm *comm, const char
 }
 
 MT_API mt_status mt_check_replicas(mt_context *ctx, mt_comm *comm, const char *where) {
+    mt_status status;
     int g;
     if (!ctx || !comm || !where)
         return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_check_replicas: %s is NULL",
                           !ctx   ? "ctx"
                           : comm ? "where"
                                  : "comm");
+    if (comm->factors[0]) {
+        status = mt_check_replicas(ctx, comm->factors[0], where);
+        MT_KEEP(status, mt_check_replicas(ctx, comm->factors[1], where)); /* the others of this group wait for it */
+        return status;
+    }
     g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 0) : -1;
     if (g < 0) return MT_SUCCESS;
     MT_TRY(mti_replicas_compare(ctx, comm, where, &ctx->checker->replicas->groups[g]));
@@ -875,8 +887,14 @@ MT_API mt_status mt_check_replicas(mt_context *ctx, mt_comm *comm, const char *w
 /* Counts a collective of a group, and compares the list of the group when it is due. */
 static mt_status mti_collective_passed(mt_context *ctx, mt_comm *comm, const char *name) {
     mti_replica_list *l;
+    mt_status status;
     char where[64];
     int g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 0) : -1;
+    if (comm->factors[0]) {
+        status = mti_collective_passed(ctx, comm->factors[0], name);
+        MT_KEEP(status, mti_collective_passed(ctx, comm->factors[1], name));
+        return status;
+    }
     if (g < 0) return MT_SUCCESS;
     l = &ctx->checker->replicas->groups[g];
     if (++l->moves < MTI_REPLICAS_EVERY) return MT_SUCCESS;

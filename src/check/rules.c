@@ -41,7 +41,11 @@ static int mti_letter_set(char letter) {
     return at && *at ? 1 << (at - letters) : MTI_ALL_PLACEMENTS;
 }
 
+/* Whether the rows of different ranks of a group are other sequences. */
 static int mti_is_data(const mti_axis *axis) { return strcmp(axis->name, "data") == 0; }
+
+/* Whether they are other tokens of the batch: of other sequences, or of the same ones. */
+static int mti_has_tokens(const mti_axis *axis) { return mti_is_data(axis) || strcmp(axis->name, "context") == 0; }
 
 /* Whether operands i and k of a call are views of one tensor, with as many columns. */
 static int mti_is_sibling(const mti_ruling *r, int i, int k) {
@@ -273,14 +277,14 @@ static const char *mti_region_remedy(int is, int must, int is_gradient) {
 }
 
 /* Returns the call that makes an operand what it must be, or NULL. Over the data group there are no regions: the ranks
-   add up terms of a sum, and a number that each has of its own tokens. */
+   add up terms of a sum, and a number that each has of its own tokens. Context ranks do this, too, and gather keys. */
 static const char *mti_remedy(const mti_checker *c, const mti_ruled *o, int g, int must) {
     int is = o->known.may[g], sums = is >> MT_PARTIAL & 1, whole = must >> MT_REPLICATED & 1;
     int number = o->operand->t.rows == 1 && o->operand->t.cols == 1;
     if (whole && sums && o->known.parameter && o->known.parameter->is_gradient) return "mt_sync_gradients";
     if (whole && (o->operand->use & MT_ARG_GATHERED)) return "mt_all_gather";
-    if (!mti_is_data(&c->axes[g])) return mti_region_remedy(is, must, mti_is_gradient(o));
-    return whole && (sums || number) ? "mt_all_reduce" : NULL;
+    if (mti_has_tokens(&c->axes[g]) && whole && (sums || number)) return "mt_all_reduce";
+    return mti_is_data(&c->axes[g]) ? NULL : mti_region_remedy(is, must, mti_is_gradient(o));
 }
 
 /* Writes which operand, that all ranks have, could be this rank's term of a sum, so that a case would fit. */
@@ -520,18 +524,18 @@ static void mti_ruling_fill(mti_checker *c, mti_ruling *r, const mt_operand *ope
     }
 }
 
-/* Decides what numbers that were not declared are, such as ids: others on data ranks, as in the models, and what the
-   only case that fits wants. */
+/* Decides what numbers that were not declared are, such as ids: others on data and context ranks, as in the models, and
+   what the only case that fits wants. */
 static void mti_numbers_assume(mti_ruling *r, int i, int g) {
     mti_ruled *o = &r->operands[i];
     const char *more = r->rule->data_cases, *at = NULL;
-    int is_data = mti_is_data(&r->checker->axes[g]), set = 0, first, misfits;
+    int tokens = mti_has_tokens(&r->checker->axes[g]), set = 0, first, misfits;
     if (!mti_only_reads(o) || o->operand->t.dtype != MT_I32 || o->known.zero) return;
     if (o->known.may[g] != MTI_ALL_PLACEMENTS || o->known.count > 1) return;
-    if (!is_data) more = NULL;
+    if (!mti_is_data(&r->checker->axes[g])) more = NULL;
     while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
         misfits = mti_case_misfits(r, at, g, &first);
-        if (misfits == 0 && (!is_data || at[i] == 'r')) set |= mti_letter_set(at[i]);
+        if (misfits == 0 && (!tokens || at[i] == 'r')) set |= mti_letter_set(at[i]);
     }
     if (!set || set & (set - 1)) return;
     o->known.may[g] = (unsigned char)set;

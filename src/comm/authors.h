@@ -255,6 +255,11 @@ MT_API void mt_trace_recompute(mt_context *ctx, int recomputes);
    different nodes. At first it is size - 1: all ranks are neighbours. A smaller span is ignored. */
 MT_API void mt_comm_set_span(mt_comm *comm, int span);
 
+/* Says that the ranks of comm are a plane, whose rows are groups like `first`, and whose columns are groups like
+   `second`. Check mode then keeps placements over these two, and not over comm: what is split over comm is split over
+   both. Both must live as long as comm. mt_grid_create calls it for dp_cp. */
+MT_API void mt_comm_set_factors(mt_comm *comm, mt_comm *first, mt_comm *second);
+
 /* These three do the work of mt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region and
    mt_reduce_from_tensor_region_forward in several calls, one for each chunk, so that a product of one chunk can run
    while the next one is sent. Every call gets the whole views x and y, as those functions do, also in place. All ranks

@@ -326,6 +326,12 @@ MT_API void mt_comm_set_span(mt_comm *comm, int span) {
     if (comm && span >= comm->size - 1) comm->span = span;
 }
 
+MT_API void mt_comm_set_factors(mt_comm *comm, mt_comm *first, mt_comm *second) {
+    if (!comm) return;
+    comm->factors[0] = first;
+    comm->factors[1] = second;
+}
+
 MT_API int mt_comm_rank(const mt_comm *comm) { return comm ? comm->rank : 0; }
 MT_API int mt_comm_size(const mt_comm *comm) { return comm ? comm->size : 1; }
 MT_API int mt_comm_local_rank(const mt_comm *comm) { return comm ? comm->local_rank : 0; }

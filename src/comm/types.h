@@ -190,6 +190,7 @@ struct mt_comm {
     struct mti_link *link; /* only over MPI or a transport of the program */
     int rank, size;
     int span;               /* see mt_comm_set_span */
+    mt_comm *factors[2];    /* see mt_comm_set_factors; NULL: none */
     mti_nccl nccl;          /* only over NCCL */
     struct mti_rank *owner; /* the launched rank that the communicator belongs to, or NULL */
     mt_comm *next;          /* in the list mti_rank.children of the owner */

@@ -273,7 +273,7 @@ static mt_status mti_source_check_values(mt_context *ctx, const mt_safetensors_t
 static mt_status mti_source_check_numbers(mt_context *ctx, const mt_checkpoint *c, const mt_safetensors_set *b,
                                           const mti_part *part) {
     const mt_grid *g = c->params->grid;
-    int ranks = g->dp_size * g->tp_size, rank = g->dp_rank * g->tp_size + g->tp_rank, what, t;
+    int ranks = mt_comm_size(g->dp_cp) * g->tp_size, rank = mt_comm_rank(g->dp_cp) * g->tp_size + g->tp_rank, what, t;
     mt_dtype dtype = mt_params_dtype(c->params);
     for (what = part->first; what <= part->last; what++)
         for (t = rank; t < part->map->tensor_count; t += ranks) {
@@ -372,7 +372,7 @@ static int mti_source_keeps(mt_context *ctx, const mt_checkpoint *c, const mt_sa
         l = mti_part_layout(c, part, t, MTI_VALUE);
         snprintf(text, sizeof text, "%s: has no tensor '%s'; '%s' keeps its value", b->path, l.name,
                  c->params->list[i]->name);
-        if (g->tp_rank == 0 && g->dp_rank == 0) mt_log(ctx, MT_LOG_WARNING, text);
+        if (g->tp_rank == 0 && mt_comm_rank(g->dp_cp) == 0) mt_log(ctx, MT_LOG_WARNING, text);
         return 1;
     }
     return 0;

@@ -308,7 +308,7 @@ static mt_status mti_part_write(mt_context *ctx, mt_checkpoint *c, const mti_par
 static mt_status mti_part_save(mt_context *ctx, mt_checkpoint *c, const mti_part *part, const mt_training_state *state,
                                const char *directory, mt_status *io) {
     const mt_grid *g = c->params->grid;
-    int writes = g->tp_rank == 0 && g->dp_rank == 0 && mt_context_has_data(ctx);
+    int writes = g->tp_rank == 0 && mt_comm_rank(g->dp_cp) == 0 && mt_context_has_data(ctx);
     mt_status status;
     if (writes && *io == MT_SUCCESS) *io = mti_part_begin(ctx, c, part, state, directory);
     status = mti_part_write(ctx, c, part, writes, io);

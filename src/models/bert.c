@@ -147,7 +147,7 @@ static mt_status mti_bert_pool(mt_context *ctx, const mt_bert *bert, const mt_ba
     MT_TRY(mti_add_first_tokens(ctx, &bert->model, batch, x, tokens, 0));
     if (bert->desc.layer.sequence_parallel) {
         MT_TRY(mt_declare(ctx, bert->model.grid->tp, tokens, MT_PARTIAL));
-        MT_TRY(mt_declare(ctx, bert->model.grid->dp, tokens, mt_placement_of(ctx, bert->model.grid->dp, x)));
+        MT_TRY(mt_declare(ctx, bert->model.grid->dp_cp, tokens, mt_placement_of(ctx, bert->model.grid->dp_cp, x)));
         MT_TRY(mt_reduce_from_tensor_region_forward(ctx, bert->model.grid->tp, tokens));
     }
     MT_TRY(mt_column_parallel_linear_activation_forward(ctx, &bert->pooler, MT_TANH, tokens, h, *pooled,

@@ -185,10 +185,10 @@ static mt_status mti_model_table_ids(mt_context *ctx, const mt_language_model *m
    or, with is_split 1, those of this rank's rows, and others on the data ranks. */
 static mt_status mti_ids_begin(mt_context *ctx, const mt_grid *grid, const int32_t *ids, int64_t rows, int is_split) {
     mt_tensor t = mt_tensor_make(ids, MT_I32, rows, 1);
-    mt_placement tp = mt_placement_of(ctx, grid->tp, t), dp = mt_placement_of(ctx, grid->dp, t);
+    mt_placement tp = mt_placement_of(ctx, grid->tp, t), dp = mt_placement_of(ctx, grid->dp_cp, t);
     if (tp == MT_UNDECLARED || tp == MT_REPLICATED) tp = is_split ? MT_SPLIT_ROWS : MT_REPLICATED;
     MT_TRY(mt_check_view(ctx, grid->tp, t, tp));
-    return mt_check_view(ctx, grid->dp, t, dp);
+    return mt_check_view(ctx, grid->dp_cp, t, dp);
 }
 
 static mt_status mti_ids_end(mt_context *ctx, mt_status status) {

@@ -24,11 +24,11 @@ static mt_status mti_bind_kind_check(mt_context *ctx, const char *function, cons
     if (mti_home_of(p)->bound[kind])
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the %s of '%s' are already bound", function, name, p->name);
     if (late) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s of '%s' comes after %s", function, name, p->name, late);
-    if (kind >= MTI_IN_STATES && params->buckets.desc.sharded_optimizer && params->grid->dp_size > 1)
+    if (kind >= MTI_IN_STATES && params->buckets.desc.sharded_optimizer && mt_comm_size(params->grid->dp_cp) > 1)
         return mt_fail(ctx, MT_ERR_ARGUMENT,
                        "%s: %s cannot be bound, because the %d data ranks share the optimizer's state "
                        "(sharded_optimizer)",
-                       function, name, params->grid->dp_size);
+                       function, name, mt_comm_size(params->grid->dp_cp));
     if (kind == MTI_IN_STATES + (int)MT_MASTER && params->dtype == MT_F32)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: master is bound, but parameters are f32 and have no master",
                        function);

@@ -11,11 +11,11 @@ static int mti_is_scattered(const mt_params *params) {
 
 /* Sums the bucket [lo, hi) over the data group, with an all-reduce or a reduce-scatter. */
 static mt_status mti_bucket_reduce(mt_context *ctx, const mt_params *params, int64_t lo, int64_t hi) {
-    mt_comm *data = params->grid->dp;
-    int64_t share = (hi - lo) / params->buckets.ranks, first = share * params->grid->dp_rank;
+    mt_comm *data = params->grid->dp_cp;
+    int64_t share = (hi - lo) / params->buckets.ranks, first = share * mt_comm_rank(data);
     float *grads;
     void *run;
-    if (params->grid->dp_size == 1) return MT_SUCCESS;
+    if (mt_comm_size(data) == 1) return MT_SUCCESS;
     MT_TRY(mti_span_open(ctx, params, MTI_IN_GRADS, lo, hi, lo, hi, &run));
     grads = (float *)run;
     if (mti_is_scattered(params)) {
@@ -32,7 +32,7 @@ static mt_status mti_buckets_send(mt_context *ctx, mt_params *params, int64_t fr
     while (b->sent > 0 && mti_bucket_low(params, b->sent) >= from) {
         int64_t hi = b->sent;
         b->sent = mti_bucket_low(params, hi);
-        MT_TRY(mti_overlap_begin(ctx, params->grid->dp, MT_OVERLAP_GRADIENTS));
+        MT_TRY(mti_overlap_begin(ctx, params->grid->dp_cp, MT_OVERLAP_GRADIENTS));
         mt_check_pause(ctx);
         MT_TRY(mt_overlap_end(ctx, MT_OVERLAP_TICKET_THIRD,
                               mt_check_resume(ctx, mti_bucket_reduce(ctx, params, b->sent, hi))));
@@ -48,9 +48,9 @@ static mt_status mti_buckets_gather(mt_context *ctx, const mt_params *params, in
         void *run;
         lo = mti_bucket_low(params, hi);
         share = (hi - lo) / params->buckets.ranks;
-        first = share * params->grid->dp_rank;
+        first = share * mt_comm_rank(params->grid->dp_cp);
         MT_TRY(mti_span_open(ctx, params, kind, lo, hi, lo + first, lo + first + share, &run));
-        MT_TRY(mt_all_gather(ctx, params->grid->dp, (char *)run + first * size, run, (size_t)share, dtype));
+        MT_TRY(mt_all_gather(ctx, params->grid->dp_cp, (char *)run + first * size, run, (size_t)share, dtype));
         MT_TRY(mti_span_close(ctx, params, kind, run, lo, lo, hi));
     }
     return MT_SUCCESS;
@@ -70,7 +70,7 @@ static mti_stretch mti_share_next(const mt_params *params, int64_t at, int64_t e
         int64_t hi =
             b->ranks > 1 ? params->elements - (params->elements - 1 - at) / b->size * b->size : params->elements;
         int64_t lo = b->ranks > 1 ? mti_bucket_low(params, hi) : 0, share = (hi - lo) / b->ranks;
-        int64_t first = lo + (b->ranks > 1 ? share * params->grid->dp_rank : 0);
+        int64_t first = lo + (b->ranks > 1 ? share * mt_comm_rank(params->grid->dp_cp) : 0);
         s.at = mt_max(at, first);
         s.count = mt_min(end, first + share) - s.at;
         s.state = lo / b->ranks + s.at - first;

@@ -200,7 +200,8 @@ static int mti_sync_reason(const mt_params *params, const mt_param *p, char *tex
         snprintf(text, bytes, "it is a shared embedding, the part of the lookup is not added to that of the head");
     else if (p->desc.shared_embedding && grid->embedding && mt_comm_size(grid->embedding) > 1)
         snprintf(text, bytes, "it is a shared embedding, the first and the last pipeline stage have parts of its sum");
-    else if (grid->dp_size > 1) snprintf(text, bytes, "each of the %d data ranks has a part of its sum", grid->dp_size);
+    else if (mt_comm_size(grid->dp_cp) > 1)
+        snprintf(text, bytes, "each of the %d data ranks has a part of its sum", mt_comm_size(grid->dp_cp));
     else return 0;
     return 1;
 }

@@ -7,61 +7,78 @@
 #include "../comm/hash.c"
 #include "../ops/system.h"
 
-/* Writes the tensor, data and pipeline sizes to sizes, with the zeros of desc resolved. When they do not fit `world`
-   ranks, writes the error message to text. */
-static mt_status mti_grid_sizes(const mt_grid_desc *desc, int world, int sizes[3], char *text, size_t text_bytes) {
-    int tp = desc->tp ? desc->tp : 1, pipeline = desc->pp ? desc->pp : 1, data = desc->dp;
-    int64_t model = (int64_t)tp * pipeline;
-    const char *const names[] = {"tp", "dp", "pp", "world_size"};
-    const int values[] = {desc->tp, desc->dp, desc->pp, world};
+/* The directions of the grid, the fastest first. */
+enum { MTI_TP, MTI_CP, MTI_DP, MTI_PP, MTI_DIRECTIONS };
+
+/* Writes the size of each direction to sizes, with the zeros of desc resolved. When they do not fit `world` ranks,
+   writes the error message to text. */
+static mt_status mti_grid_sizes(const mt_grid_desc *desc, int world, int sizes[MTI_DIRECTIONS], char *text,
+                                size_t text_bytes) {
+    static const char *const names[] = {"tp", "cp", "dp", "pp", "world_size"};
+    const int given[] = {desc->tp, desc->cp, desc->dp, desc->pp, world};
+    int64_t others = 1; /* ranks without those of dp; at most 2 * world, so that it does not overflow */
     int i;
-    for (i = 0; i < 4; i++) {
-        int least = i == 3;
-        if (values[i] >= least) continue;
-        snprintf(text, text_bytes, "mt_grid: %s is %d, must be at least %d", names[i], values[i], least);
+    for (i = 0; i <= MTI_DIRECTIONS; i++) {
+        int least = i == MTI_DIRECTIONS;
+        if (given[i] >= least) continue;
+        snprintf(text, text_bytes, "mt_grid: %s is %d, must be at least %d", names[i], given[i], least);
         return MT_ERR_ARGUMENT;
     }
-    if (!data && world % model == 0) data = (int)(world / model);
-    if (!data || model > world || model * data != world) {
-        snprintf(text, text_bytes, "mt_grid: tp %d x dp %d x pp %d is not %d ranks", tp, data, pipeline, world);
+    for (i = 0; i < MTI_DIRECTIONS; i++) {
+        sizes[i] = given[i] ? given[i] : 1;
+        if (i != MTI_DP && others <= world) others *= sizes[i];
+    }
+    if (!given[MTI_DP] && world % others == 0) sizes[MTI_DP] = (int)(world / others);
+    if (others > world || others * sizes[MTI_DP] != world) {
+        snprintf(text, text_bytes, "mt_grid: tp %d x cp %d x dp %d x pp %d is not %d ranks", sizes[MTI_TP],
+                 sizes[MTI_CP], given[MTI_DP], sizes[MTI_PP], world);
         return MT_ERR_SHAPE;
     }
-    sizes[0] = tp;
-    sizes[1] = data;
-    sizes[2] = pipeline;
     return MT_SUCCESS;
 }
 
-/* Writes the tensor, data and pipeline rank of `rank` to at. */
-static void mti_grid_coordinates(const int sizes[3], int rank, int at[3]) {
-    at[0] = rank % sizes[0];
-    at[1] = rank / sizes[0] % sizes[1];
-    at[2] = rank / sizes[0] / sizes[1];
+/* Writes the place of `rank` in each direction to at. */
+static void mti_grid_coordinates(const int sizes[MTI_DIRECTIONS], int rank, int at[MTI_DIRECTIONS]) {
+    int i;
+    for (i = 0; i < MTI_DIRECTIONS; i++) {
+        at[i] = rank % sizes[i];
+        rank /= sizes[i];
+    }
 }
 
-static int mti_grid_end_stage(const int sizes[3], const int at[3]) { return at[2] == 0 || at[2] == sizes[2] - 1; }
-
-/* Returns 1 when ranks a and b are in the same group of this kind. */
-static int mti_grid_together(const int sizes[3], mt_group group, int a, int b) {
-    int x[3], y[3];
-    mti_grid_coordinates(sizes, a, x);
-    mti_grid_coordinates(sizes, b, y);
+/* The directions along which the ranks of a group lie: a bit for each. */
+static unsigned mti_grid_along(mt_group group) {
     switch (group) {
-    case MT_GROUP_TENSOR: return x[1] == y[1] && x[2] == y[2];
-    case MT_GROUP_DATA: return x[0] == y[0] && x[2] == y[2];
-    case MT_GROUP_PIPELINE: return x[0] == y[0] && x[1] == y[1];
-    case MT_GROUP_MODEL: return x[1] == y[1];
-    case MT_GROUP_EMBEDDING:
-        return x[0] == y[0] && x[1] == y[1] && mti_grid_end_stage(sizes, x) && mti_grid_end_stage(sizes, y);
+    case MT_GROUP_TENSOR: return 1u << MTI_TP;
+    case MT_GROUP_DATA: return 1u << MTI_DP;
+    case MT_GROUP_PIPELINE:
+    case MT_GROUP_EMBEDDING: return 1u << MTI_PP;
+    case MT_GROUP_MODEL: return 1u << MTI_TP | 1u << MTI_PP;
+    case MT_GROUP_CONTEXT: return 1u << MTI_CP;
+    case MT_GROUP_DATA_CONTEXT: return 1u << MTI_DP | 1u << MTI_CP;
     }
     return 0;
+}
+
+static int mti_grid_end_stage(const int sizes[MTI_DIRECTIONS], const int at[MTI_DIRECTIONS]) {
+    return at[MTI_PP] == 0 || at[MTI_PP] == sizes[MTI_PP] - 1;
+}
+
+/* Returns 1 when ranks a and b are in the same group of this kind. */
+static int mti_grid_together(const int sizes[MTI_DIRECTIONS], mt_group group, int a, int b) {
+    int x[MTI_DIRECTIONS], y[MTI_DIRECTIONS], i;
+    mti_grid_coordinates(sizes, a, x);
+    mti_grid_coordinates(sizes, b, y);
+    for (i = 0; i < MTI_DIRECTIONS; i++)
+        if (x[i] != y[i] && !(mti_grid_along(group) >> i & 1)) return 0;
+    return group != MT_GROUP_EMBEDDING || (mti_grid_end_stage(sizes, x) && mti_grid_end_stage(sizes, y));
 }
 
 MT_API mt_status mt_grid_ranks(const mt_grid_desc *desc, int world_size, mt_group group, int rank, int *ranks,
                                int *count) {
     char text[160];
-    int sizes[3], r;
-    if (!desc || !ranks || !count || group < MT_GROUP_TENSOR || group > MT_GROUP_EMBEDDING) return MT_ERR_ARGUMENT;
+    int sizes[MTI_DIRECTIONS], r;
+    if (!desc || !ranks || !count || group < MT_GROUP_TENSOR || group > MT_GROUP_DATA_CONTEXT) return MT_ERR_ARGUMENT;
     *count = 0;
     MT_TRY(mti_grid_sizes(desc, world_size, sizes, text, sizeof text));
     if (rank < 0 || rank >= world_size) return MT_ERR_ARGUMENT;
@@ -72,10 +89,11 @@ MT_API mt_status mt_grid_ranks(const mt_grid_desc *desc, int world_size, mt_grou
 
 /* Creates one communicator of the grid: with mt_comm_split_for, or with mt_comm_create_meta on a meta world. *out stays
    NULL when this rank is in no group of this kind. */
-static mt_status mti_grid_group(mt_comm *world, const int sizes[3], mt_group group, const char *name, mt_comm **out) {
-    mt_stream stream = group == MT_GROUP_TENSOR ? MT_STREAM_SECOND
-                       : group == MT_GROUP_DATA ? MT_STREAM_THIRD
-                                                : MT_STREAM_NONE;
+static mt_status mti_grid_group(mt_comm *world, const int sizes[MTI_DIRECTIONS], mt_group group, const char *name,
+                                mt_comm **out) {
+    mt_stream stream = group == MT_GROUP_TENSOR || group == MT_GROUP_CONTEXT      ? MT_STREAM_SECOND
+                       : group == MT_GROUP_DATA || group == MT_GROUP_DATA_CONTEXT ? MT_STREAM_THIRD
+                                                                                  : MT_STREAM_NONE;
     int rank = mt_comm_rank(world), first = -1, last = -1, size = 0, index = 0, r;
     for (r = 0; r < mt_comm_size(world); r++) {
         if (!mti_grid_together(sizes, group, rank, r)) continue;
@@ -91,18 +109,25 @@ static mt_status mti_grid_group(mt_comm *world, const int sizes[3], mt_group gro
     return MT_SUCCESS;
 }
 
-static mt_status mti_grid_groups(mt_grid *grid, const int sizes[3]) {
+static mt_status mti_grid_groups(mt_grid *grid, const int sizes[MTI_DIRECTIONS]) {
     MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_TENSOR, "tensor", &grid->tp));
     MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_DATA, "data", &grid->dp));
     MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_PIPELINE, "pipeline", &grid->pp));
     MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_MODEL, "model", &grid->model));
-    return mti_grid_group(grid->world, sizes, MT_GROUP_EMBEDDING, "embedding", &grid->embedding);
+    MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_EMBEDDING, "embedding", &grid->embedding));
+    MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_CONTEXT, "context", &grid->cp));
+    grid->dp_cp = grid->dp;
+    if (grid->cp_size == 1) return MT_SUCCESS;
+    grid->dp_cp = NULL;
+    MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_DATA_CONTEXT, "data x context", &grid->dp_cp));
+    mt_comm_set_factors(grid->dp_cp, grid->dp, grid->cp);
+    return MT_SUCCESS;
 }
 
 MT_API mt_status mt_grid_create(mt_comm *world, const mt_grid_desc *desc, mt_grid *out) {
-    static const mt_grid_desc defaults = {0, 0, 0};
+    static const mt_grid_desc defaults = {0, 0, 0, 0};
     char text[160];
-    int sizes[3], at[3];
+    int sizes[MTI_DIRECTIONS], at[MTI_DIRECTIONS];
     mt_status status;
     if (!world) return MT_ERR_ARGUMENT;
     if (!out) return mt_comm_fail(world, MT_ERR_ARGUMENT, "mt_grid_create: out is NULL");
@@ -111,12 +136,14 @@ MT_API mt_status mt_grid_create(mt_comm *world, const mt_grid_desc *desc, mt_gri
     if (status != MT_SUCCESS) return mt_comm_fail(world, status, text);
     mti_grid_coordinates(sizes, mt_comm_rank(world), at);
     out->world = world;
-    out->tp_size = sizes[0];
-    out->dp_size = sizes[1];
-    out->pp_size = sizes[2];
-    out->tp_rank = at[0];
-    out->dp_rank = at[1];
-    out->pp_rank = at[2];
+    out->tp_size = sizes[MTI_TP];
+    out->dp_size = sizes[MTI_DP];
+    out->pp_size = sizes[MTI_PP];
+    out->cp_size = sizes[MTI_CP];
+    out->tp_rank = at[MTI_TP];
+    out->dp_rank = at[MTI_DP];
+    out->pp_rank = at[MTI_PP];
+    out->cp_rank = at[MTI_CP];
     status = mti_grid_groups(out, sizes);
     if (status != MT_SUCCESS) mt_grid_destroy(out);
     return status;
@@ -124,6 +151,8 @@ MT_API mt_status mt_grid_create(mt_comm *world, const mt_grid_desc *desc, mt_gri
 
 MT_API void mt_grid_destroy(mt_grid *grid) {
     if (!grid) return;
+    if (grid->dp_cp != grid->dp) mt_comm_destroy(grid->dp_cp);
+    mt_comm_destroy(grid->cp);
     mt_comm_destroy(grid->embedding);
     mt_comm_destroy(grid->model);
     mt_comm_destroy(grid->pp);

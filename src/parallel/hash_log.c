@@ -293,7 +293,7 @@ MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_li
     if (log->count == 0) return MT_SUCCESS;
     mark = mt_arena_mark(ctx);
     status = mti_log_join(ctx, log, log->grid->tp, 0);
-    if (status == MT_SUCCESS) status = mti_log_join(ctx, log, log->grid->dp, 1);
+    if (status == MT_SUCCESS) status = mti_log_join(ctx, log, log->grid->dp_cp, 1);
     if (status == MT_SUCCESS && log->grid->pp_size > 1) status = mti_log_stages(ctx, log, line, user);
     else
         for (i = 0; status == MT_SUCCESS && i < log->count; i++)

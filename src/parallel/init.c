@@ -12,7 +12,7 @@ static mt_status mti_declare_synced(mt_context *ctx, const mt_params *params) {
     int i;
     for (i = 0; i < params->count; i++) {
         const mt_param *p = params->list[i];
-        if (!mti_is_scattered(params)) MT_TRY(mt_declare(ctx, params->grid->dp, p->grad, MT_REPLICATED));
+        if (!mti_is_scattered(params)) MT_TRY(mt_declare(ctx, params->grid->dp_cp, p->grad, MT_REPLICATED));
         if (p->desc.placement == MT_REPLICATED) MT_TRY(mt_declare(ctx, params->grid->tp, p->grad, MT_REPLICATED));
     }
     return MT_SUCCESS;
@@ -26,7 +26,7 @@ static mt_status mti_replicas_note(mt_context *ctx, const mt_params *params, int
         const mt_param *p = params->list[i];
         const char *what = gradients ? "gradient" : "value";
         mt_tensor t = gradients ? p->grad : p->value;
-        MT_TRY(mt_check_replica(ctx, params->grid->dp, what, p->name, t));
+        MT_TRY(mt_check_replica(ctx, params->grid->dp_cp, what, p->name, t));
         if (p->desc.placement == MT_REPLICATED) MT_TRY(mt_check_replica(ctx, params->grid->tp, what, p->name, t));
         else if (!gradients && p->desc.copies <= 1) MT_TRY(mt_check_share(ctx, params->grid->tp, what, p->name, t));
     }
@@ -47,7 +47,7 @@ static mt_status mti_computed_note(mt_context *ctx, const mt_params *params) {
 
 static mt_status mti_replicas_check(mt_context *ctx, const mt_params *params, const char *where) {
     mt_status status = mt_check_replicas(ctx, params->grid->tp, where);
-    MT_KEEP(status, mt_check_replicas(ctx, params->grid->dp, where)); /* the other groups wait for it */
+    MT_KEEP(status, mt_check_replicas(ctx, params->grid->dp_cp, where)); /* the other groups wait for it */
     MT_KEEP(status, mt_check_replicas(ctx, params->grid->pp, where));
     return status;
 }
@@ -72,9 +72,9 @@ static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
     MT_TRY(mti_params_declare(ctx, params));
     MT_TRY(mt_arena_register(ctx, params->grid->tp));
     if (params->grads)
-        MT_TRY(mt_comm_register(ctx, params->grid->dp, params->grads, (size_t)params->elements * sizeof(float)));
+        MT_TRY(mt_comm_register(ctx, params->grid->dp_cp, params->grads, (size_t)params->elements * sizeof(float)));
     if (params->buckets.ranks == 1 || !params->values) return MT_SUCCESS;
-    return mt_comm_register(ctx, params->grid->dp, params->values, mti_params_bytes(params, params->elements));
+    return mt_comm_register(ctx, params->grid->dp_cp, params->values, mti_params_bytes(params, params->elements));
 }
 
 /* Returns the FNV-1a hash of a name. A parameter's random numbers depend on it, and not on what was created before. */

@@ -40,9 +40,9 @@ static mt_status mti_params_sum(mt_context *ctx, mt_params *params, int64_t *sum
 static void mti_params_cut(mt_params *params, int64_t *elements) {
     mti_buckets *b = &params->buckets;
     int64_t size = (int64_t)(b->desc.bucket_bytes / sizeof(float)), unit;
-    b->ranks = b->desc.sharded_optimizer ? params->grid->dp_size : 1;
+    b->ranks = b->desc.sharded_optimizer ? mt_comm_size(params->grid->dp_cp) : 1;
     unit = mti_param_unit(params->dtype) * b->ranks;
-    if (b->desc.bucket_bytes == 0) size = mt_max(40000000, (int64_t)params->grid->dp_size * 1000000);
+    if (b->desc.bucket_bytes == 0) size = mt_max(40000000, (int64_t)mt_comm_size(params->grid->dp_cp) * 1000000);
     *elements = mt_round_up(*elements, unit);
     b->size = mt_round_up(mt_max(mt_min(size, *elements), 1), unit);
 }
@@ -135,7 +135,7 @@ static int64_t mti_room_elements(const mt_params *params) {
     int64_t hi, lo, most = 0;
     int kind;
     if (params->grid->tp_size > 1 && !mti_span_find(params, MTI_IN_GRADS, 0, params->partial)) most = params->partial;
-    for (kind = MTI_IN_VALUES; kind <= MTI_IN_GRADS && params->grid->dp_size > 1; kind++) {
+    for (kind = MTI_IN_VALUES; kind <= MTI_IN_GRADS && mt_comm_size(params->grid->dp_cp) > 1; kind++) {
         if (params->bound_count[kind] < params->count || (kind == MTI_IN_VALUES && params->buckets.ranks == 1))
             continue;
         for (hi = params->elements; hi > 0; hi = lo) {
@@ -154,7 +154,7 @@ static mt_status mti_params_alloc(mt_context *ctx, mt_params *params) {
     size_t bytes = mti_grads_bytes(params), more;
     void *values = NULL, *grads = NULL, *subtrees = NULL, *room = NULL;
     mt_status status = MT_SUCCESS;
-    while (params->grid->dp_size << params->levels < mt_context_invariant_data(ctx)) params->levels++;
+    while (mt_comm_size(params->grid->dp_cp) << params->levels < mt_context_invariant_data(ctx)) params->levels++;
     more = (size_t)(params->gradients * params->levels) * sizeof(float);
     if (own_values) status = mt_context_alloc(ctx, mti_params_bytes(params, params->elements), &values);
     params->values = values;
@@ -201,7 +201,7 @@ static mt_status mti_params_declare(mt_context *ctx, const mt_params *params) {
         const mt_placement placement = p->desc.placement;
         const int64_t parts = p->desc.parts ? p->desc.parts : 1;
         int partial = p->desc.sequence_partial || p->desc.copies > 1;
-        MT_TRY(mt_declare_parameter(ctx, p->name, g->tp, g->dp, p->value, p->grad, placement, parts, partial));
+        MT_TRY(mt_declare_parameter(ctx, p->name, g->tp, g->dp_cp, p->value, p->grad, placement, parts, partial));
         MT_TRY(mt_declare_parameter(ctx, p->name, g->tp, g->dp, mt_none(), p->lookup_grad, placement, parts, partial));
     }
     return MT_SUCCESS;

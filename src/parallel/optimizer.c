@@ -237,7 +237,7 @@ static mt_status mti_optimizer_whole(mt_context *ctx, const mt_optimizer *o, con
     MT_TRY(mt_arena_tensor(ctx, MT_F32, p->grad.rows, p->grad.cols, out));
     MT_TRY(mt_fill(ctx, *out, 0.0f));
     MT_TRY(mti_optimizer_copy(ctx, o, p, state, *out, 1));
-    return mt_all_reduce(ctx, params->grid->dp, out->data, out->data, count, MT_I32, MT_SUM);
+    return mt_all_reduce(ctx, params->grid->dp_cp, out->data, out->data, count, MT_I32, MT_SUM);
 }
 
 MT_API mt_status mt_optimizer_read(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
@@ -429,7 +429,7 @@ static mt_status mti_optimizer_update(mt_context *ctx, mt_optimizer *optimizer, 
 static mt_status mti_number_note(mt_context *ctx, const mt_grid *grid, const char *what, float number) {
     MT_TRY(mt_check_number(ctx, grid->tp, what, number));
     MT_TRY(mt_check_number(ctx, grid->pp, what, number));
-    return mt_check_number(ctx, grid->dp, what, number);
+    return mt_check_number(ctx, grid->dp_cp, what, number);
 }
 
 static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale) {

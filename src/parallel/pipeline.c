@@ -249,7 +249,7 @@ MT_API mt_status mt_declare_received(mt_context *ctx, const mt_grid *grid, mt_te
     if ((int)dp < 0 || dp > MT_UNDECLARED)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_declare_received: dp is %d, must be a placement", (int)dp);
     MT_TRY(mti_declare_received(ctx, grid->tp, t, tp));
-    return mti_declare_received(ctx, grid->dp, t, dp);
+    return mti_declare_received(ctx, grid->dp_cp, t, dp);
 }
 
 static mt_status mti_pipeline_communicate(mt_context *ctx, const mti_pipeline *p, const mt_action *a) {

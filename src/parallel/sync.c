@@ -108,7 +108,7 @@ MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "%s: more than %lld micro-batches on each of %d data ranks; mt_context_desc.invariant_data is "
                        "%d",
-                       function, (long long)params->micro_batches, params->grid->dp_size,
+                       function, (long long)params->micro_batches, mt_comm_size(params->grid->dp_cp),
                        mt_context_invariant_data(ctx));
     MT_TRY(mti_gradients_open(ctx, function, params->list[0]));
     MT_TRY(mti_gradients_fill(ctx, params, 0, params->count));
@@ -202,21 +202,28 @@ static mt_status mti_sync_embeddings(mt_context *ctx, mt_params *params) {
 static mt_status mti_sync_lookups(mt_context *ctx, mt_params *params) {
     float *all = params->lookups;
     size_t lookups = (size_t)(params->gradients - params->elements);
-    if (lookups > 0) MT_TRY(mt_all_reduce(ctx, params->grid->dp, all, all, lookups, MT_F32, MT_SUM));
+    if (lookups > 0) MT_TRY(mt_all_reduce(ctx, params->grid->dp_cp, all, all, lookups, MT_F32, MT_SUM));
     return mti_sync_embeddings(ctx, params);
+}
+
+/* Returns a group over which mt_sync_gradients would sum the gradient of p although it is a sum already, or NULL. */
+static const mt_comm *mti_summed_already(mt_context *ctx, const mt_param *p) {
+    const mt_grid *grid = p->registry->grid;
+    const mt_comm *const groups[] = {grid->dp, grid->cp, p->desc.sequence_partial ? grid->tp : NULL,
+                                     p->desc.shared_embedding ? grid->embedding : NULL};
+    int i;
+    for (i = 0; i < 4; i++)
+        if (groups[i] && mt_placement_of(ctx, groups[i], p->grad) == MT_REPLICATED) return groups[i];
+    return NULL;
 }
 
 /* In check mode, refuses to sum a gradient over a group on which it is a sum already. */
 static mt_status mti_sums_check(mt_context *ctx, const char *function, mt_params *params) {
-    const mt_grid *grid = params->grid;
     int i;
     if (!mt_check_mode(ctx) || !mti_gradients_known(ctx, params)) return MT_SUCCESS;
     for (i = 0; i < params->count; i++) {
         const mt_param *p = params->list[i];
-        const mt_comm *group = mt_placement_of(ctx, grid->dp, p->grad) == MT_REPLICATED ? grid->dp : NULL;
-        if (p->desc.sequence_partial && mt_placement_of(ctx, grid->tp, p->grad) == MT_REPLICATED) group = grid->tp;
-        if (p->desc.shared_embedding && mt_placement_of(ctx, grid->embedding, p->grad) == MT_REPLICATED)
-            group = grid->embedding;
+        const mt_comm *group = mti_summed_already(ctx, p);
         if (group)
             return mt_fail(
                 ctx, MT_ERR_ARGUMENT,
@@ -273,7 +280,8 @@ MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params) {
     MT_TRY(mti_gradients_ready(ctx, "mt_gather_gradients", params, 1));
     mt_check_pause(ctx);
     MT_TRY(mt_check_resume(ctx, mti_buckets_gather(ctx, params, MTI_IN_GRADS)));
-    for (i = 0; i < params->count; i++) MT_TRY(mt_declare(ctx, params->grid->dp, params->list[i]->grad, MT_REPLICATED));
+    for (i = 0; i < params->count; i++)
+        MT_TRY(mt_declare(ctx, params->grid->dp_cp, params->list[i]->grad, MT_REPLICATED));
     return MT_SUCCESS;
 }
 
@@ -362,7 +370,8 @@ static mt_status mti_params_squares(mt_context *ctx, mt_params *params) {
    not. */
 static mt_status mti_sum_squares(mt_context *ctx, mt_params *params, mt_tensor sums) {
     MT_TRY(mt_multi_tensor_sum_of_squares(ctx, params->squares, sums));
-    if (mti_is_scattered(params)) MT_TRY(mt_all_reduce(ctx, params->grid->dp, sums.data, sums.data, 2, MT_F32, MT_SUM));
+    if (mti_is_scattered(params))
+        MT_TRY(mt_all_reduce(ctx, params->grid->dp_cp, sums.data, sums.data, 2, MT_F32, MT_SUM));
     return mt_all_reduce(ctx, params->grid->model, sums.data, sums.data, 2, MT_F32, MT_SUM);
 }
 

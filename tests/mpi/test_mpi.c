@@ -301,7 +301,8 @@ static void check_group(mt_context *ctx, const mt_grid_desc *shape, mt_group gro
 
 static void test_grids(void **state) {
     static const mt_grid_desc shapes[] = {{.tp = 4},          {.tp = 2},          {.tp = 1},
-                                          {.tp = 2, .pp = 2}, {.tp = 1, .pp = 4}, {.tp = 1, .pp = 2}};
+                                          {.tp = 2, .pp = 2}, {.tp = 1, .pp = 4}, {.tp = 1, .pp = 2},
+                                          {.cp = 4},          {.cp = 2},          {.tp = 2, .cp = 2}};
     mt_comm *world = new_world(MPI_COMM_WORLD, TEST_NEVER_OVER);
     mt_context *ctx = new_context(world);
     (void)state;
@@ -313,6 +314,8 @@ static void test_grids(void **state) {
         check_group(ctx, &shapes[i], MT_GROUP_PIPELINE, grid.pp);
         check_group(ctx, &shapes[i], MT_GROUP_MODEL, grid.model);
         check_group(ctx, &shapes[i], MT_GROUP_EMBEDDING, grid.embedding);
+        check_group(ctx, &shapes[i], MT_GROUP_CONTEXT, grid.cp);
+        check_group(ctx, &shapes[i], MT_GROUP_DATA_CONTEXT, grid.dp_cp);
         mt_grid_destroy(&grid);
     }
     mt_context_destroy(ctx);
