@@ -604,7 +604,7 @@ static inline mt_status gpt_open_text(gpt_worker *w) {
 }
 
 static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w) {
-    mt_grid_desc shape = {.tp = r->tp, .dp = r->data, .pp = r->pipeline};
+    mt_grid_desc shape = {.tp = r->tp, .dp = r->data, .pp = r->pipeline, .cp = 1};
     mt_context_desc where;
     mt_optimizer_desc adamw;
     mt_loss_scaler_desc scale;

@@ -1275,7 +1275,7 @@ static void item_optimizer() {
 /* ---- ranks ------------------------------------------------------------------------------------------------------- */
 
 static mt_status run_in(mt_comm *own, const mt_context_desc &where, const work &f) {
-    mt_grid_desc shape = {mt_comm_size(own), 1, 1};
+    mt_grid_desc shape = {mt_comm_size(own), 1, 1, 1};
     world = own;
     MT_TRY(mt_context_create(own, &where, &ctx));
     if (!mt_comm_is_meta(own)) MT_TRY(mt_comm_create_for(ctx, own, &world));
@@ -1810,7 +1810,7 @@ static void print_head(int devices) {
 /* Creates the context, with an arena of 8 tenths of the free memory, or a small one for an item whose ranks need it. */
 static void open_context(enum needs needs) {
     mt_context_desc where;
-    mt_grid_desc one = {1, 1, 1};
+    mt_grid_desc one = {1, 1, 1, 1};
     size_t memory = 0, all = 0;
     CUDA(cudaMemGetInfo(&memory, &all));
     memset(&where, 0, sizeof where);
