@@ -3166,7 +3166,8 @@ static mt_status mti_params_declare(mt_context *ctx, const mt_params *params) {
         const int64_t parts = p->desc.parts ? p->desc.parts : 1;
         int partial = p->desc.sequence_partial || p->desc.copies > 1;
         MT_TRY(mt_declare_parameter(ctx, p->name, g->tp, g->dp_cp, p->value, p->grad, placement, parts, partial));
-        MT_TRY(mt_declare_parameter(ctx, p->name, g->tp, g->dp, mt_none(), p->lookup_grad, placement, parts, partial));
+        MT_TRY(
+            mt_declare_parameter(ctx, p->name, g->tp, g->dp_cp, mt_none(), p->lookup_grad, placement, parts, partial));
     }
     return MT_SUCCESS;
 }

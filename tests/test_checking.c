@@ -1495,6 +1495,32 @@ static void test_gradients_of_context_ranks(void **state) {
     }
 }
 
+/* Ranks with other tokens have terms of the gradient of a lookup, and no columns of it. */
+static void test_lookups_of_context_ranks(void **state) {
+    const mt_context_desc where = {.device = MT_DEVICE_META, .invariant = 1, .invariant_data = 4};
+    const mt_embedding_desc words = {.vocab = 16, .features = 8, .shared = 1};
+    (void)state;
+    for (int over = 0; over < 2; over++) {
+        mt_vocab_parallel_embedding e;
+        mt_tensor y;
+        test_rank r;
+        test_paper_rank(4, 0, (mt_grid_desc){.cp = 2, .dp = 2}, &where, &r);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_vocab_parallel_embedding_create(r.ctx, r.params, "words", &words, &e));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params));
+        assert_non_null(e.weight->lookup_grad.data);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 16, 8, &y));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp_cp, y, MT_REPLICATED));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, over ? r.grid.cp : r.grid.dp, y, MT_SPLIT_COLS));
+        REFUSED(
+            r.ctx, MT_ERR_ARGUMENT,
+            over ? "mt_copy \"words\": x is split by columns over \"context\" (2 ranks)|must be replicated or partial"
+                 : "mt_copy \"words\": x is split by columns over \"data\" (2 ranks)|must be replicated or partial",
+            mt_copy(r.ctx, y, e.weight->lookup_grad));
+        test_paper_rank_close(&r);
+    }
+}
+
 /* Ids that nobody has declared are this rank's. A rotary table is of a whole sequence, unless the program says which
    rows it passes. */
 static void test_ids_of_context_ranks(void **state) {
@@ -3033,6 +3059,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(test_placements_over_data_and_context),
     cmocka_unit_test(test_queries_of_context_ranks),
     cmocka_unit_test(test_gradients_of_context_ranks),
+    cmocka_unit_test(test_lookups_of_context_ranks),
     cmocka_unit_test(test_ids_of_context_ranks),
     cmocka_unit_test(test_factors_before_the_sum),
     cmocka_unit_test(test_words_without_their_sum),
