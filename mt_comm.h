@@ -14335,21 +14335,25 @@ static mt_status mti_region_check(mt_context *ctx, const mt_comm *comm, const ch
 /* Whether something is known about x on a group. */
 static int mti_is_known(mt_context *ctx, const mt_comm *comm, mt_tensor x) {
     const mti_axes axes = mti_axes_of(ctx->checker, comm, 0);
-    const mti_known k = mti_known_of(ctx->checker, x);
-    int i, known = 0;
+    mti_known k;
+    int i;
+    if (axes.count == 0) return 0;
+    k = mti_known_of(ctx->checker, x);
     for (i = 0; i < axes.count && !k.zero; i++)
-        if (!ctx->checker->axes[axes.at[i]].only_group && k.may[axes.at[i]] != MTI_ALL_PLACEMENTS) known = 1;
-    return known;
+        if (!ctx->checker->axes[axes.at[i]].only_group && k.may[axes.at[i]] != MTI_ALL_PLACEMENTS) return 1;
+    return 0;
 }
 
 /* Whether x is split over a group. */
 static int mti_is_split(mt_context *ctx, const mt_comm *comm, mt_tensor x) {
     const mti_axes axes = mti_axes_of(ctx->checker, comm, 0);
-    const mti_known k = mti_known_of(ctx->checker, x);
-    int i, split = axes.count > 0;
+    mti_known k;
+    int i;
+    if (axes.count == 0) return 0;
+    k = mti_known_of(ctx->checker, x);
     for (i = 0; i < axes.count; i++)
-        if (k.may[axes.at[i]] & ~MTI_SPLIT_PLACEMENTS) split = 0;
-    return split;
+        if (k.may[axes.at[i]] & ~MTI_SPLIT_PLACEMENTS) return 0;
+    return 1;
 }
 
 /* Returns the memory of a collective as a tensor with the columns of what was written there, or with one row. */
@@ -15482,12 +15486,13 @@ static mt_status mti_collective_passed(mt_context *ctx, mt_comm *comm, const cha
     mti_replica_list *l;
     mt_status status;
     char where[64];
-    int g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 0) : -1;
+    int g;
     if (comm->factors[0]) {
         status = mti_collective_passed(ctx, comm->factors[0], name);
         MT_KEEP(status, mti_collective_passed(ctx, comm->factors[1], name));
         return status;
     }
+    g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 0) : -1;
     if (g < 0) return MT_SUCCESS;
     l = &ctx->checker->replicas->groups[g];
     if (++l->moves < MTI_REPLICAS_EVERY) return MT_SUCCESS;

@@ -889,12 +889,13 @@ static mt_status mti_collective_passed(mt_context *ctx, mt_comm *comm, const cha
     mti_replica_list *l;
     mt_status status;
     char where[64];
-    int g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 0) : -1;
+    int g;
     if (comm->factors[0]) {
         status = mti_collective_passed(ctx, comm->factors[0], name);
         MT_KEEP(status, mti_collective_passed(ctx, comm->factors[1], name));
         return status;
     }
+    g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 0) : -1;
     if (g < 0) return MT_SUCCESS;
     l = &ctx->checker->replicas->groups[g];
     if (++l->moves < MTI_REPLICAS_EVERY) return MT_SUCCESS;
