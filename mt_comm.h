@@ -5520,8 +5520,8 @@ static int mti_thread_start(pthread_t *thread, void *(*run)(void *), void *argum
 
    What arrives over a connection is checked before it is used: a message that no rank sends, or that is about a rank
    which is not behind this connection, ends the connection. All buffers have a limit. When there is no memory, a rank
-   is too far ahead, or a rank has left over which the messages went, the comparison ends, with a warning on each rank:
-   calls that differ then time out or have undefined results, as with no_nccl_checks. */
+   is too far ahead, or a rank has left over which the messages went, the comparison ends, and each rank says so: calls
+   that differ then time out or have undefined results, as with no_nccl_checks. */
 
 #define MTI_CHANNEL_CHILDREN 32 /* most children of a rank; in a group of at most 33 all ranks are children of rank 0 */
 #define MTI_CHANNEL_TICK 2      /* milliseconds: the comparer sends the messages of this time together */
@@ -6701,7 +6701,8 @@ static void mti_warn(mt_context *ctx, const char *text) {
     mt_log(ctx, MT_LOG_WARNING, text);
 }
 
-/* Says once that the comparison has ended. */
+/* Says once that the comparison has ended. Right programs may end with messages between some ranks when another one has
+   left: that is no warning. */
 static void mti_channel_warn(mt_comm *comm) {
     static const char *const why[] = {"has no memory for them", "has seen calls that are too far ahead",
                                       "has left the group, and their calls went over it"};
@@ -6711,7 +6712,8 @@ static void mti_channel_warn(mt_comm *comm) {
     b->end_is_told = 1;
     snprintf(text, sizeof text, "the calls of the ranks of \"%s\" are no longer compared: rank %d %s", comm->name,
              (int)b->end.rank, why[b->end.what]);
-    mti_warn(comm->nccl.home, text);
+    if (b->end.what == MTI_END_LEFT) mt_log(comm->nccl.home, MT_LOG_INFO, text);
+    else mti_warn(comm->nccl.home, text);
 }
 
 /* Appends a message to the queue. call: NULL for other messages than MTI_MESSAGE_CALL */

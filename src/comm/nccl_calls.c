@@ -32,8 +32,8 @@ static int mti_thread_start(pthread_t *thread, void *(*run)(void *), void *argum
 
    What arrives over a connection is checked before it is used: a message that no rank sends, or that is about a rank
    which is not behind this connection, ends the connection. All buffers have a limit. When there is no memory, a rank
-   is too far ahead, or a rank has left over which the messages went, the comparison ends, with a warning on each rank:
-   calls that differ then time out or have undefined results, as with no_nccl_checks. */
+   is too far ahead, or a rank has left over which the messages went, the comparison ends, and each rank says so: calls
+   that differ then time out or have undefined results, as with no_nccl_checks. */
 
 #define MTI_CHANNEL_CHILDREN 32 /* most children of a rank; in a group of at most 33 all ranks are children of rank 0 */
 #define MTI_CHANNEL_TICK 2      /* milliseconds: the comparer sends the messages of this time together */

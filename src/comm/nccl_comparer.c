@@ -361,7 +361,8 @@ static void mti_warn(mt_context *ctx, const char *text) {
     mt_log(ctx, MT_LOG_WARNING, text);
 }
 
-/* Says once that the comparison has ended. */
+/* Says once that the comparison has ended. Right programs may end with messages between some ranks when another one has
+   left: that is no warning. */
 static void mti_channel_warn(mt_comm *comm) {
     static const char *const why[] = {"has no memory for them", "has seen calls that are too far ahead",
                                       "has left the group, and their calls went over it"};
@@ -371,7 +372,8 @@ static void mti_channel_warn(mt_comm *comm) {
     b->end_is_told = 1;
     snprintf(text, sizeof text, "the calls of the ranks of \"%s\" are no longer compared: rank %d %s", comm->name,
              (int)b->end.rank, why[b->end.what]);
-    mti_warn(comm->nccl.home, text);
+    if (b->end.what == MTI_END_LEFT) mt_log(comm->nccl.home, MT_LOG_INFO, text);
+    else mti_warn(comm->nccl.home, text);
 }
 
 /* Appends a message to the queue. call: NULL for other messages than MTI_MESSAGE_CALL */
