@@ -2752,7 +2752,10 @@ static void test_many_parts_and_rows_of_data(void **state) {
         mt_placement is = i == 3 ? MT_PARTIAL : MT_REPLICATED;
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, mt_tensor_rows(x, i, 1), is));
     }
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_copy|x is replicated or partial over \"tensor\"", mt_copy(r.ctx, x, y));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "mt_copy: a part of x is partial and another part replicated over \"tensor\" (2 ranks), but the call "
+            "treats all of it alike",
+            mt_copy(r.ctx, x, y));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, mt_tensor_rows(x, 4, 12), mt_tensor_rows(y, 4, 12)));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, y, MT_SPLIT_ROWS));
     operand.t = mt_tensor_rows(y, 4, 12);

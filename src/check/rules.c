@@ -321,6 +321,33 @@ static void mti_group_hint(const mti_ruling *r, int g, int must, char *text, siz
     }
 }
 
+/* Whether parts of an operand are something else than other parts of it. *a and *b become the sets of two of them. */
+static int mti_parts_differ(const mti_ruled *o, int g, int *a, int *b) {
+    int i, k;
+    for (i = 0; mti_reads(o) && i < o->known.count; i++)
+        for (k = 0; k < i; k++) {
+            *a = o->known.parts[i][g];
+            *b = o->known.parts[k][g];
+            if (!(*a & *b)) return 1;
+        }
+    return 0;
+}
+
+/* Refuses operand i: cases allow each of its parts, but none allows all of them. */
+static mt_status mti_parts_refuse(mt_context *ctx, const mti_ruling *r, int g, int i, int a, int b) {
+    const mti_axis *axis = &ctx->checker->axes[g];
+    const mti_ruled *o = &r->operands[i];
+    char some[80], others[80], at[192];
+    mti_set_text(a, some, sizeof some);
+    mti_set_text(b, others, sizeof others);
+    snprintf(at, sizeof at, " (%.30s)", o->operand->name);
+    mti_with_text(ctx->checker, r->with, at, sizeof at);
+    return mt_fail(ctx, MT_ERR_ARGUMENT,
+                   "%s%s: a part of %s is %s and another part %s over \"%s\" (%d ranks), but the call treats all of it "
+                   "alike",
+                   r->where, at, o->operand->name, some, others, axis->name, axis->size);
+}
+
 /* Refuses operand i of a call: no case allows what it is. */
 static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, int i, int must) {
     const mti_axis *axis = &ctx->checker->axes[g];
@@ -329,9 +356,11 @@ static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, in
     int adds_whole =
         r->count > 1 && o->known.may[g] == 1 << MT_REPLICATED && !(must & ~(MTI_LEFT_OUT | 1 << MT_PARTIAL));
     char is[80], wanted[80], at[192], since[208], cure[400] = "", more[400], term[240];
+    int a, b;
     mti_set_text(o->known.may[g], is, sizeof is);
     mti_set_text(must, wanted, sizeof wanted);
     snprintf(at, sizeof at, " (%.30s)", o->operand->name);
+    if (mti_parts_differ(o, g, &a, &b) && !((a | b) & ~must)) return mti_parts_refuse(ctx, r, g, i, a, b);
     if (o->known.parameter && mti_writes(o))
         return mti_write_refuse(ctx, r->where, o->known.parameter, at, g, must, mti_ruled_set(o, g));
     mti_with_text(ctx->checker, r->with, at, sizeof at);
