@@ -16038,10 +16038,22 @@ static mt_status mti_cuda_cross_entropy_backward(mt_context *ctx, const mt_cross
 
 /* ---- cross-entropy, continued (src/ops/cross_entropy.c) ---------------------------------------------------------- */
 
-/* Notes by what the gradient of a loss is multiplied. */
-static mt_status mti_loss_scale_note(mt_context *ctx, const char *where, mt_tensor logits, mt_tensor dloss,
-                                     float scale) {
-    mt_check_mean(ctx, logits, dloss.data ? (double)NAN : (double)scale);
+/* Whether a CPU knows that some rows have no loss. */
+static int mti_ignores_rows(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, const int32_t *targets,
+                            int64_t rows) {
+    int64_t i;
+    if (mt_check_mode(ctx) != 2 || mt_context_device(ctx) != MT_DEVICE_CPU) return 0;
+    for (i = 0; i < rows; i++)
+        if (targets[i] == mti_ignore_index(desc->ignore_index)) return 1;
+    return 0;
+}
+
+/* Notes by what the gradient of a loss is multiplied. If rows have no loss, it is divided by the number of the others,
+   which only the program knows. */
+static mt_status mti_loss_scale_note(mt_context *ctx, const char *where, const mt_cross_entropy_shard_desc *desc,
+                                     mt_tensor logits, const int32_t *targets, mt_tensor dloss, float scale) {
+    const int is_mean = !dloss.data && !mti_ignores_rows(ctx, desc, targets, logits.rows);
+    mt_check_mean(ctx, logits, is_mean ? (double)scale : (double)NAN);
     return mti_numbers_agree(ctx, where, "scale", mt_none(), 1, 1, (double)scale);
 }
 
@@ -16138,7 +16150,7 @@ MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entro
     MT_TRY(mti_check(&op));
     MT_TRY(mti_expect_pointer(ctx, op.name, "targets", targets, logits.rows));
     MT_TRY(mti_expect_vocabulary(ctx, op.name, desc, logits, targets));
-    MT_TRY(mti_loss_scale_note(ctx, op.name, logits, dloss, scale));
+    MT_TRY(mti_loss_scale_note(ctx, op.name, desc, logits, targets, dloss, scale));
     MT_TRY(mti_begin(&op));
     c = mti_cross_entropy_of(desc, logits, targets);
     c.lse = lse;
@@ -16163,7 +16175,7 @@ MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cro
                        op.name, (long long)logits.cols, (long long)desc->first_col, (long long)desc->vocab);
     MT_TRY(mti_expect_pointer(ctx, op.name, "targets", targets, logits.rows));
     MT_TRY(mti_cross_entropy_agree(ctx, op.name, desc, logits, targets));
-    MT_TRY(mti_loss_scale_note(ctx, op.name, logits, dloss, scale));
+    MT_TRY(mti_loss_scale_note(ctx, op.name, desc, logits, targets, dloss, scale));
     MT_TRY(mti_begin(&op));
     c = mti_cross_entropy_of(desc, logits, targets);
     c.loss = loss;

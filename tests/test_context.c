@@ -38,8 +38,8 @@ typedef struct model {
 /* Token `at` of a sequence. */
 static int32_t token(int sequence, int at) { return (5 * sequence + at * at + at / 3) % VOCAB; }
 
-/* The tokens that count: ranks have other numbers of them, and some of 4 context ranks have none. */
-static int counts(int sequence, int at) { return sequence % 2 ? at % 5 != 0 : at < 3; }
+/* The tokens that count, half of all: ranks have other numbers of them, and some of 4 context ranks have none. */
+static int counts(int sequence, int at) { return sequence % 2 ? at % 5 != 0 : at < SEQ / 4; }
 
 /* Fills in the rows of this rank: for each of its sequences one part, or chunks number c and 2 cp - 1 - c. The next
    token is the target, also where another rank has it. */
