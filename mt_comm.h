@@ -1229,6 +1229,7 @@ typedef struct mt_place {
     const char *what;                          /* what depends on the place, as in "random words" */
     uint64_t seed, subsequence;                /* see mt_random; 0: the call takes no random words */
     int64_t vocab;                             /* columns of all ranks that are no padding; 0: not known */
+    int sequences;                             /* 1: rows are sequences, of which ranks of "context" have parts */
 } mt_place;
 
 /* Checks that a place fits the placements of t, operand `name` of a call. Where ranks have rows or columns of their
@@ -14090,6 +14091,9 @@ MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *
     if (k.some_columns) whole = 0;
     for (g = 0; g < ctx->checker->count && !(k.zero && !k.parameter); g++) {
         int by_rows = k.may[g] == 1 << MT_SPLIT_ROWS, by_cols = k.may[g] == 1 << MT_SPLIT_COLS;
+        if (by_rows && place->sequences && mti_has_tokens(&ctx->checker->axes[g]) &&
+            !mti_is_data(&ctx->checker->axes[g]))
+            continue;
         if (by_rows || by_cols) MT_TRY(mti_place_split(ctx, where, field, name, &k, g, place));
         if (!by_rows && (k.may[g] & MTI_SPLIT_PLACEMENTS)) whole = 0;
         if (!(k.may[g] & MTI_SPLIT_PLACEMENTS)) alike = 1;

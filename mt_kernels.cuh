@@ -335,9 +335,11 @@ typedef struct mt_scores_desc {
        ALiBi and the bias. 0: none */
     float softcap;
     /* 1: ALiBi (arXiv 2108.12409) adds -m * |p - j| to the score of a query at position p and a key at position j,
-       where m is the slope of the head, see mt_alibi_slopes. Operators read the slopes from
-       mt_attention_desc.alibi_slopes */
+       where m is the slope of the head, see mt_alibi_slopes */
     int alibi;
+    /* For operators: with alibi the slopes of the query heads of the call, at least 0, on the context's device; without
+       it NULL (MT_ERR_ARGUMENT). Layers compute the slopes: in their desc it must be NULL */
+    const float *alibi_slopes;
     float scale; /* factor of the products of queries and keys; MT_ZERO: 0; 0: 1 / sqrt(features of a head) */
 } mt_scores_desc;
 
@@ -354,6 +356,17 @@ typedef struct mt_attention_bias {
     int64_t heads;      /* 1: all heads share the bias; otherwise the number of heads in it; 0: 1 */
     int64_t first_head; /* must be 0 in mt_batch, whose bias has the heads of the whole model (MT_ERR_ARGUMENT) */
 } mt_attention_bias;
+
+/* Which part of whole sequences a call has, such as that of a context rank: the queries [first_query, first_query +
+   desc.seq) and the keys [first_key, first_key + desc.kv_seq) of sequences of `seq` queries and `kv_seq` keys. With all
+   fields 0 a call has whole sequences. Everything that counts tokens then counts those of whole sequences: the mask,
+   the window and ALiBi, lengths, cu_seqlens, the element numbers of dropout, and the rows and columns of the bias. The
+   results for some keys are merged with those for others by mt_attention_merge. */
+typedef struct mt_attention_part {
+    int64_t seq;    /* queries of a whole sequence; 0: the call has whole sequences */
+    int64_t kv_seq; /* keys of a whole sequence; 0: seq */
+    int64_t first_query, first_key;
+} mt_attention_part;
 
 /* The sizes and options of scaled dot-product attention. Query heads form `groups` query groups. A group has
    heads_per_group query heads that share one key/value head. heads_per_group is 1 for MHA and more for GQA (arXiv
@@ -380,9 +393,6 @@ typedef struct mt_attention_desc {
        same position. The mask, the window and ALiBi use this position, and element numbers of dropout count kv_seq keys
        for each query. */
     int64_t kv_seq;
-    /* With scores.alibi the slopes of the query heads of this call, at least 0, on the context's device; without it
-       NULL (MT_ERR_ARGUMENT) */
-    const float *alibi_slopes;
     /* Packed sequences: the batch * seq tokens are `documents` documents, one after the other, and a query sees only
        keys of its own document. Document d has the tokens [cu_seqlens[d], cu_seqlens[d + 1]), so the array has
        documents + 1 ascending numbers, from 0 to batch * seq, on the context's device. A document also ends at the end
@@ -391,6 +401,7 @@ typedef struct mt_attention_desc {
     const int32_t *cu_seqlens;
     int64_t documents;
     mt_attention_bias bias; /* or a boolean mask; it is added to the scores */
+    mt_attention_part part; /* with other than whole sequences */
 } mt_attention_desc;
 
 /* Attention of queries q to keys k and values v: self-attention, cross-attention, or attention to earlier keys.
@@ -429,7 +440,7 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
                                                    mt_tensor dout, mt_tensor dq, mt_tensor dk, mt_tensor dv);
 
 /* slopes [1, n], MT_F32, becomes the slopes of the heads first_head to first_head + n - 1 of a model with `heads`
-   heads, for mt_attention_desc.alibi_slopes. When `heads` is a power of 2, head h has the slope 2^(-8 (h + 1) / heads)
+   heads, for mt_scores_desc.alibi_slopes. When `heads` is a power of 2, head h has the slope 2^(-8 (h + 1) / heads)
    (arXiv 2108.12409). Otherwise let m be the largest power of 2 below `heads`. The first m heads have the slopes of a
    model with m heads. Head m + k has the slope of head 2 k of a model with 2 m heads, as in the code of that paper.
    MT_ERR_ARGUMENT: heads is not in [1, 2^31), or the n heads are not in [0, heads). */
@@ -1024,6 +1035,20 @@ MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits);
    groups must be at least 1. `where` is the name of the calling function, for the error message. Errors: those of
    mt_dot_product_attention_backward for desc. */
 MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt_attention_desc *desc);
+
+/* Merges the attention of the same queries to some keys with that to others, for attention in parts (mt_attention_part;
+   arXiv 2205.14135, section 3.1). out [rows, heads * D] and lse [heads, rows] have the results for the keys so far, and
+   become those for the keys of the part, too:
+     lse' = log(e^lse + e^part_lse)      out' = e^(lse - lse') out + e^(part_lse - lse') part_out
+   Begin with the results of mt_dot_product_attention_forward for the first keys. Use MT_F32 for out: a 16-bit out is
+   rounded after each part. A query that has seen no key has out 0 and lse -INFINITY; what is in the memory of such a
+   result does not count. Dropout is in out and not in lse, so it needs nothing more.
+   For backward, pass the merged out and lse, and the gradient of the merged out, to mt_dot_product_attention_backward
+   of each part. It computes the part's share of the gradients: dq is the sum of those of all parts, and dk and dv are
+   those of the keys of the part.
+   Errors: MT_ERR_SHAPE (heads does not divide the columns), MT_ERR_ARGUMENT (out or lse overlaps another tensor). */
+MT_API mt_status mt_attention_merge(mt_context *ctx, mt_tensor out, mt_tensor lse, mt_tensor part_out,
+                                    mt_tensor part_lse);
 
 /* Checks the fields of *scores, as every operator of attention does: the enums must have a word, the numbers must be
    finite and in range. `function` is the name of your function, and `name` that of the block, for the message; name may
@@ -8168,7 +8193,8 @@ static void mti_cpu_random_normal(void *data, int thread, int64_t first, int64_t
 /* Checks the place of the random words of a parameter, which ranks must not share. */
 static mt_status mti_expect_words(mt_context *ctx, const char *where, mt_tensor y, float std, const mt_random *at) {
     mt_place place = {y.rows, y.cols,         at->first_row, at->first_col,   at->global_cols,
-                      1,      "random words", at->seed,      at->subsequence, 0};
+                      1,      "random words", at->seed,      at->subsequence, 0,
+                      0};
     return std == 0.0f ? MT_SUCCESS : mt_place_check(ctx, where, "at", "y", y, &place);
 }
 
@@ -8218,7 +8244,7 @@ static mt_status mti_expect_mask(mti_operator *op, const char *name, mt_tensor y
     place.first_row = dropout->at.first_row;
     place.first_col = dropout->at.first_col;
     place.global_cols = dropout->at.global_cols;
-    place.padded = padded;
+    place.padded = place.sequences = padded;
     place.seed = dropout->at.seed;
     place.subsequence = dropout->at.subsequence;
     place.what = "mask";
@@ -8475,8 +8501,33 @@ MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_
 
 /* ---- attention: arguments and scratch memory (src/ops/attention_desc.c) ------------------------------------------ */
 
+/* Checks that the queries or keys of a call are a part of whole sequences. */
+static mt_status mti_expect_part_of(mt_context *ctx, const char *where, const char *first, int64_t from,
+                                    const char *name, int64_t count, const char *whole, int64_t all) {
+    MT_TRY(mt_check_size(ctx, where, NULL, first, from, 0, INT_MAX));
+    if (from + count <= all) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s %lld + %s %lld is more than %s %lld", where, first, (long long)from, name,
+                   (long long)count, whole, (long long)all);
+}
+
+static mt_status mti_expect_part(mt_context *ctx, const char *where, const mt_attention_desc *s) {
+    const mt_attention_part *p = &s->part;
+    const int64_t keys = s->kv_seq ? s->kv_seq : s->seq;
+    MT_TRY(mt_check_size(ctx, where, NULL, "part.seq", p->seq, 0, INT_MAX));
+    MT_TRY(mt_check_size(ctx, where, NULL, "part.kv_seq", p->kv_seq, 0, INT_MAX));
+    if (p->seq == 0 && (p->kv_seq != 0 || p->first_query != 0 || p->first_key != 0))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: part.seq is 0, but another field of part is set", where);
+    if (p->seq == 0) return MT_SUCCESS;
+    MT_TRY(mti_expect_part_of(ctx, where, "part.first_query", p->first_query, "seq", s->seq, "part.seq", p->seq));
+    return p->kv_seq
+               ? mti_expect_part_of(ctx, where, "part.first_key", p->first_key, "kv_seq", keys, "part.kv_seq",
+                                    p->kv_seq)
+               : mti_expect_part_of(ctx, where, "part.first_key", p->first_key, "kv_seq", keys, "part.seq", p->seq);
+}
+
 /* Checks the sizes in desc, and that the shapes of the argument tables below do not overflow. */
 static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_attention_desc *s) {
+    int64_t longest;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!s) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc is NULL", where);
     MT_TRY(mt_check_size(ctx, where, NULL, "batch", s->batch, 0, INT64_MAX));
@@ -8485,9 +8536,11 @@ static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_a
     MT_TRY(mt_check_size(ctx, where, NULL, "heads_per_group", s->heads_per_group, 1, INT64_MAX - 2));
     MT_TRY(mt_check_size(ctx, where, NULL, "head_dim", s->head_dim, 1, INT64_MAX));
     MT_TRY(mt_check_size(ctx, where, NULL, "kv_seq", s->kv_seq, 0, INT_MAX));
-    if (mt_size_mul(s->batch, mt_max(s->seq, s->kv_seq)) < 0)
+    MT_TRY(mti_expect_part(ctx, where, s));
+    longest = mt_max(mt_max(s->seq, s->kv_seq), mt_max(s->part.seq, s->part.kv_seq));
+    if (mt_size_mul(s->batch, longest) < 0)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: a batch of %lld sequences of %lld tokens has too many tokens", where,
-                       (long long)s->batch, (long long)mt_max(s->seq, s->kv_seq));
+                       (long long)s->batch, (long long)longest);
     if (mt_size_mul(mt_size_mul(s->groups, s->heads_per_group + 2), s->head_dim) < 0)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld groups of %lld heads of %lld features have too many columns", where,
                        (long long)s->groups, (long long)s->heads_per_group, (long long)s->head_dim);
@@ -8524,11 +8577,23 @@ static int64_t mti_attention_width(const mt_attention_desc *s) {
     return s->groups * (s->heads_per_group + 2) * s->head_dim;
 }
 
+/* Whether a desc without defaults has other than whole sequences. */
+static int mti_has_part(const mt_attention_desc *s) { return s->part.seq != s->seq || s->part.kv_seq != s->kv_seq; }
+
+/* Sets the part of a call that has whole sequences. */
+static void mti_attention_whole(mt_attention_desc *s) {
+    memset(&s->part, 0, sizeof s->part);
+    s->part.seq = s->seq;
+    s->part.kv_seq = s->kv_seq;
+}
+
 /* Sets the fields whose 0 means another number. */
 static mt_attention_desc mti_attention_defaults(const mt_attention_desc *desc) {
     mt_attention_desc s = *desc;
     if (s.kv_seq == 0) s.kv_seq = s.seq;
-    s.scores.window = mt_min(s.scores.window, s.seq + s.kv_seq); /* hides nothing; a larger one could overflow below */
+    if (s.part.seq == 0) mti_attention_whole(&s);
+    if (s.part.kv_seq == 0) s.part.kv_seq = s.part.seq;
+    s.scores.window = mt_min(s.scores.window, s.part.seq + s.part.kv_seq); /* hides nothing; it must not overflow */
     if (s.bias.batch == 0) s.bias.batch = 1;
     if (s.bias.heads == 0) s.bias.heads = 1;
     s.scores.scale = mt_or_default(s.scores.scale, (float)(1.0 / sqrt((double)s.head_dim)));
@@ -8539,9 +8604,9 @@ static mt_status mti_expect_lengths(mt_context *ctx, const char *where, const mt
     int64_t b;
     if (!s->lengths || mt_context_device(ctx) != MT_DEVICE_CPU) return MT_SUCCESS;
     for (b = 0; b < s->batch; b++)
-        if (s->lengths[b] < 0 || s->lengths[b] > s->kv_seq)
+        if (s->lengths[b] < 0 || s->lengths[b] > s->part.kv_seq)
             return mt_fail(ctx, MT_ERR_DATA, "%s: lengths[%lld] is %ld, must be in [0, %lld]", where, (long long)b,
-                           (long)s->lengths[b], (long long)s->kv_seq);
+                           (long)s->lengths[b], (long long)s->part.kv_seq);
     return MT_SUCCESS;
 }
 
@@ -8565,10 +8630,10 @@ static mt_status mti_expect_cu_seqlens(mt_context *ctx, const char *where, const
 
 /* s has no defaults left. */
 static mt_status mti_expect_documents(mt_context *ctx, const char *where, const mt_attention_desc *s) {
-    int64_t tokens = s->batch * s->seq;
-    if (s->cu_seqlens && s->kv_seq != s->seq)
+    int64_t tokens = s->batch * s->part.seq;
+    if (s->cu_seqlens && s->part.kv_seq != s->part.seq)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: with cu_seqlens, kv_seq %lld must be seq %lld", where,
-                       (long long)s->kv_seq, (long long)s->seq);
+                       (long long)s->part.kv_seq, (long long)s->part.seq);
     return mti_expect_cu_seqlens(ctx, where, s->cu_seqlens, s->documents, tokens, tokens);
 }
 
@@ -8583,9 +8648,9 @@ static mt_status mti_expect_bias(mt_context *ctx, const char *where, const mt_at
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "%s: bias.heads is %lld, must be 1 or at least bias.first_head %lld + %lld heads", where,
                        (long long)s->bias.heads, (long long)s->bias.first_head, (long long)heads);
-    if (mt_size_mul(mt_size_mul(mt_size_mul(s->bias.batch, s->bias.heads), s->seq), s->kv_seq) < 0)
+    if (mt_size_mul(mt_size_mul(mt_size_mul(s->bias.batch, s->bias.heads), s->part.seq), s->part.kv_seq) < 0)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias.batch %lld, bias.heads %lld, seq %lld: a bias has too many rows",
-                       where, (long long)s->bias.batch, (long long)s->bias.heads, (long long)s->seq);
+                       where, (long long)s->bias.batch, (long long)s->bias.heads, (long long)s->part.seq);
     if (s->bias.value.data && s->bias.value.dtype != MT_U8 && !mt_dtype_is_float(s->bias.value.dtype))
         return mt_fail(ctx, MT_ERR_DTYPE, "%s: bias is %s, must be f32, bf16 or f16, or u8 for a mask", where,
                        mt_dtype_name(s->bias.value.dtype));
@@ -8608,13 +8673,13 @@ MT_API mt_status mt_scores_check(mt_context *ctx, const char *function, const ch
 
 static mt_status mti_expect_slopes(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     int64_t heads = mti_attention_heads(s), h;
-    if (s->scores.alibi != (s->alibi_slopes != NULL))
+    if (s->scores.alibi != (s->scores.alibi_slopes != NULL))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: scores.alibi is %d, but alibi_slopes is %s", where, s->scores.alibi,
-                       s->alibi_slopes ? "set" : "NULL");
-    for (h = 0; s->alibi_slopes && mt_context_device(ctx) == MT_DEVICE_CPU && h < heads; h++)
-        if (!(s->alibi_slopes[h] >= 0.0f && s->alibi_slopes[h] <= FLT_MAX))
+                       s->scores.alibi_slopes ? "set" : "NULL");
+    for (h = 0; s->scores.alibi_slopes && mt_context_device(ctx) == MT_DEVICE_CPU && h < heads; h++)
+        if (!(s->scores.alibi_slopes[h] >= 0.0f && s->scores.alibi_slopes[h] <= FLT_MAX))
             return mt_fail(ctx, MT_ERR_DATA, "%s: alibi_slopes[%lld] is %g, must be at least 0", where, (long long)h,
-                           (double)s->alibi_slopes[h]);
+                           (double)s->scores.alibi_slopes[h]);
     return MT_SUCCESS;
 }
 
@@ -8632,13 +8697,14 @@ static mt_status mti_expect_attention(mt_context *ctx, const char *where, const 
     MT_TRY(mti_expect_scores(ctx, where, s));
     MT_TRY(mti_expect_dropout(ctx, where, s->dropout, s->batch, heads));
     if (s->dropout.p > 0.0f &&
-        mt_size_mul(mt_size_mul(mt_size_mul(s->dropout.at.first_row + s->batch, s->dropout.at.global_cols), s->seq),
-                    s->kv_seq) < 0)
+        mt_size_mul(
+            mt_size_mul(mt_size_mul(s->dropout.at.first_row + s->batch, s->dropout.at.global_cols), s->part.seq),
+            s->part.kv_seq) < 0)
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "%s: sequence %lld + %lld of %lld heads, seq %lld, kv_seq %lld: a probability has no 64-bit "
                        "element number",
                        where, (long long)s->dropout.at.first_row, (long long)s->batch,
-                       (long long)s->dropout.at.global_cols, (long long)s->seq, (long long)s->kv_seq);
+                       (long long)s->dropout.at.global_cols, (long long)s->part.seq, (long long)s->part.kv_seq);
     return mti_expect_lengths(ctx, where, s);
 }
 
@@ -8654,32 +8720,47 @@ MT_INLINE MT_HOST_DEVICE mti_span mti_span_of_both(mti_span a, int64_t first, in
     return a;
 }
 
-/* Narrows `all` to the tokens that are in one document with token i of sequence b. A binary search finds the last
-   document that begins at or before the token. */
-MT_INLINE MT_HOST_DEVICE mti_span mti_document_of(const mt_attention_desc *s, int64_t b, int64_t i, mti_span all) {
-    int64_t low = 0, high = s->documents, token = b * s->seq + i;
+/* Narrows `all` to the tokens that are in one document with the token at `position` in sequence b. The numbers of the
+   span count from the token `first` of the sequence on. A binary search finds the last document that begins at or
+   before the token. */
+MT_INLINE MT_HOST_DEVICE mti_span mti_document_of(const mt_attention_desc *s, int64_t b, int64_t position,
+                                                  int64_t first, mti_span all) {
+    int64_t low = 0, high = s->documents, token = b * s->part.seq + position;
     if (!s->cu_seqlens) return all;
     while (high - low > 1) {
         int64_t middle = low + (high - low) / 2;
         if (s->cu_seqlens[middle] <= token) low = middle;
         else high = middle;
     }
-    return mti_span_of_both(all, s->cu_seqlens[low] - b * s->seq, s->cu_seqlens[low + 1] - b * s->seq);
+    first += b * s->part.seq;
+    return mti_span_of_both(all, s->cu_seqlens[low] - first, s->cu_seqlens[low + 1] - first);
 }
 
-/* The position of token i of sequence b in its document, or in its sequence if the document began before it. It is in
-   [0, i], whatever cu_seqlens holds. */
+/* The position of token i of sequence b in its document, or in its sequence if the document began before it. It is at
+   least 0 and at most that in the sequence, whatever cu_seqlens holds. */
 MT_INLINE MT_HOST_DEVICE int64_t mti_document_position(const mt_attention_desc *s, int64_t b, int64_t i) {
-    mti_span all = {0, i};
-    all = mti_document_of(s, b, i, all);
-    return all.first < i ? i - all.first : 0;
+    int64_t position = s->part.first_query + i;
+    mti_span all = {0, position};
+    all = mti_document_of(s, b, position, 0, all);
+    return all.first < position ? position - all.first : 0;
 }
 
-/* The keys that query i of sequence b sees. `length` keys are no padding. */
+/* The number of the key at the position of query 0. It may be that of no key of the call. */
+MT_INLINE MT_HOST_DEVICE int64_t mti_key_of_query(const mt_attention_desc *s) {
+    return s->part.first_query + s->part.kv_seq - s->part.seq - s->part.first_key;
+}
+
+/* The keys of the call that are no padding, of which sequence b has `length` in all. */
+MT_INLINE MT_HOST_DEVICE int64_t mti_keys_here(const mt_attention_desc *s, int64_t length) {
+    length -= s->part.first_key;
+    return length < 0 ? 0 : length < s->kv_seq ? length : s->kv_seq;
+}
+
+/* The keys that query i of sequence b sees. `length` keys of the call are no padding. */
 MT_INLINE MT_HOST_DEVICE mti_span mti_keys_of(const mt_attention_desc *s, int64_t length, int64_t b, int64_t i) {
-    int64_t position = i + s->kv_seq - s->seq;
+    int64_t position = i + mti_key_of_query(s);
     mti_span all = {0, length};
-    all = mti_document_of(s, b, i, all);
+    all = mti_document_of(s, b, s->part.first_query + i, s->part.first_key, all);
     if (s->scores.mask == MT_MASK_CAUSAL) all = mti_span_of_both(all, 0, position + 1);
     return s->scores.window > 0 ? mti_span_of_both(all, position - s->scores.window + 1, position + s->scores.window)
                                 : all;
@@ -8687,17 +8768,17 @@ MT_INLINE MT_HOST_DEVICE mti_span mti_keys_of(const mt_attention_desc *s, int64_
 
 /* The queries that see key j of sequence b. */
 MT_INLINE MT_HOST_DEVICE mti_span mti_queries_of(const mt_attention_desc *s, int64_t length, int64_t b, int64_t j) {
-    int64_t i = j - (s->kv_seq - s->seq); /* the query at the key's position */
+    int64_t i = j - mti_key_of_query(s); /* the query at the key's position */
     mti_span all = {0, j < length ? s->seq : 0};
-    all = mti_document_of(s, b, j, all);
+    all = mti_document_of(s, b, s->part.first_key + j, s->part.first_query, all);
     if (s->scores.mask == MT_MASK_CAUSAL) all = mti_span_of_both(all, i, s->seq);
     return s->scores.window > 0 ? mti_span_of_both(all, i - s->scores.window + 1, i + s->scores.window) : all;
 }
 
-/* The row of desc.bias.value and desc.bias.grad for query i of a head of sequence b. */
+/* The row of desc.bias.value and desc.bias.grad for query i of a head of sequence b. Key j has column first_key + j. */
 MT_INLINE MT_HOST_DEVICE int64_t mti_bias_row(const mt_attention_desc *s, int64_t b, int64_t head, int64_t i) {
     int64_t sequence = s->bias.batch > 1 ? b : 0, of_head = s->bias.heads > 1 ? s->bias.first_head + head : 0;
-    return (sequence * s->bias.heads + of_head) * s->seq + i;
+    return (sequence * s->bias.heads + of_head) * s->part.seq + s->part.first_query + i;
 }
 
 /* A CPU computes the scores of MTI_QUERIES queries and MTI_KEYS keys at a time, a block that stays in L2. Both are
@@ -8746,6 +8827,13 @@ static mti_attention mti_attention_resolve(mt_context *ctx, const mt_attention_d
     a.kv_step = desc->head_dim;
     a.threads = 1;
     return a;
+}
+
+/* Leaves out a mask and a window that hide nothing, because kernels without them are faster. */
+static void mti_attention_simplify(mt_attention_desc *s) {
+    const int64_t nearest = mti_key_of_query(s) - (s->kv_seq - 1), farthest = mti_key_of_query(s) + s->seq - 1;
+    if (s->scores.mask == MT_MASK_CAUSAL && nearest >= 0) s->scores.mask = MT_MASK_BIDIRECTIONAL;
+    if (s->scores.window > farthest && s->scores.window > -nearest) s->scores.window = 0;
 }
 
 /* Returns the columns of t from `col` on. */
@@ -8867,7 +8955,7 @@ static mti_head mti_attention_head(const mti_attention *a, int64_t batch, int64_
     h.batch = batch;
     h.group = group;
     h.head = group * s->heads_per_group + member;
-    h.length = s->lengths ? s->lengths[batch] : s->kv_seq;
+    h.length = s->lengths ? mti_keys_here(s, s->lengths[batch]) : s->kv_seq;
     h.query = batch * s->seq;
     h.key = batch * s->kv_seq;
     h.q_col = group * a->q_step + member * s->head_dim;
@@ -8946,7 +9034,8 @@ static void mti_pack_rows(const mti_attention *a, mt_tensor t, int64_t row, int6
 /* Packs the keys and values of a group. */
 static void mti_attention_pack(const mti_attention *a, int64_t batch, int64_t group) {
     const mt_attention_desc *s = &a->desc;
-    int64_t n = s->kv_seq, row = batch * n, col = group * a->kv_step, length = s->lengths ? s->lengths[batch] : n;
+    int64_t n = s->kv_seq, row = batch * n, col = group * a->kv_step;
+    int64_t length = s->lengths ? mti_keys_here(s, s->lengths[batch]) : n;
     mti_pack_features(a, a->k, row, col, n, a->k_features);
     if (a->k_keys) mti_pack_rows(a, a->k, row, col, n, length, a->k_keys);
     if (a->v_features) mti_pack_features(a, a->v, row, col, n, a->v_features);
@@ -9155,8 +9244,10 @@ static void mti_attention_change_row(const mti_attention *a, const mti_head *h, 
     int64_t row = mti_bias_row(s, h->batch, h->head, i), j;
     float room[MTI_KEYS];
     if (s->scores.softcap > 0.0f) mti_attention_cap_row(s->scores.softcap, x, slopes, n);
-    if (s->alibi_slopes) mti_attention_alibi_row(s->alibi_slopes[h->head], i + s->kv_seq - s->seq, first, x, n);
+    if (s->scores.alibi_slopes)
+        mti_attention_alibi_row(s->scores.alibi_slopes[h->head], i + mti_key_of_query(s), first, x, n);
     if (!s->bias.value.data) return;
+    first += s->part.first_key;
     if (s->bias.value.dtype == MT_U8) {
         const uint8_t *seen = (const uint8_t *)s->bias.value.data + row * mt_tensor_ld(s->bias.value) + first;
         for (j = 0; j < n; j++)
@@ -9167,7 +9258,8 @@ static void mti_attention_change_row(const mti_attention *a, const mti_head *h, 
 /* The global element number of the probability of query i and key 0. */
 static int64_t mti_probability_element(const mti_attention *a, const mti_head *h, int64_t i) {
     const mt_attention_desc *s = &a->desc;
-    return (mti_random_element(s->dropout.at, h->batch, h->head) * s->seq + i) * s->kv_seq;
+    int64_t query = mti_random_element(s->dropout.at, h->batch, h->head) * s->part.seq + s->part.first_query + i;
+    return query * s->part.kv_seq + s->part.first_key;
 }
 
 static void mti_words_to_factors(const uint32_t *words, uint32_t threshold, float scale, float *factors, int64_t n) {
@@ -9400,7 +9492,7 @@ static void mti_scores_backward_row(const mti_attention *a, const mti_head *h, i
     mti_span_pad(d, seen, 0.0f);
     if (s->dropout.p > 0.0f) mti_attention_drop_row(factors, x, n);
     if (s->bias.grad.data) {
-        dbias = mti_at(s->bias.grad, mti_bias_row(s, h->batch, h->head, i), first);
+        dbias = mti_at(s->bias.grad, mti_bias_row(s, h->batch, h->head, i), s->part.first_key + first);
         mti_row_add(dbias, dx, dbias, n);
     }
     for (j = 0; s->scores.softcap > 0.0f && j < n; j++) dx[j] *= slopes[j];
@@ -9596,8 +9688,8 @@ struct mti_plain {
         return head / s.heads_per_group * q_step + head % s.heads_per_group * s.head_dim;
     }
     __device__ int64_t k_col(int64_t head) const { return head / s.heads_per_group * kv_step; }
-    __device__ int64_t length(int64_t b) const { /* at most kv_seq; a GPU does not check lengths */
-        return s.lengths ? min((int64_t)s.lengths[b], s.kv_seq) : s.kv_seq;
+    __device__ int length(int64_t b) const { /* mti_keys_here; a GPU does not check lengths */
+        return s.lengths ? max(0, min((int)s.lengths[b] - (int)s.part.first_key, (int)s.kv_seq)) : (int)s.kv_seq;
     }
     /* the keys that query i sees; a GPU does not check cu_seqlens either */
     __device__ mti_span keys(int64_t b, int64_t i) const {
@@ -9608,7 +9700,8 @@ struct mti_plain {
     }
     /* the element number of a probability */
     __device__ uint64_t element(int64_t b, int64_t head, int64_t i, int64_t j) const {
-        return (mti_element_of(drop.at, b, head) * (uint64_t)s.seq + (uint64_t)i) * (uint64_t)s.kv_seq + (uint64_t)j;
+        uint64_t query = mti_element_of(drop.at, b, head) * (uint64_t)s.part.seq + (uint64_t)(s.part.first_query + i);
+        return query * (uint64_t)s.part.kv_seq + (uint64_t)(s.part.first_key + j);
     }
     __device__ float dot(const mti_view &a, int64_t a_row, int64_t a_col, const mti_view &b, int64_t b_row,
                          int64_t b_col) const {
@@ -9851,8 +9944,8 @@ static __device__ __forceinline__ void mti_plain_scores(const mti_plain &p, floa
             if (CHAIN) g[e / N][e % N] *= 1.0f - t * t;
         }
     }
-    if (p.s.alibi_slopes) {
-        float slope = p.s.alibi_slopes[head], between = (float)(query + p.s.kv_seq - p.s.seq - key);
+    if (p.s.scores.alibi_slopes) {
+        float slope = p.s.scores.alibi_slopes[head], between = (float)(query + mti_key_of_query(&p.s) - key);
         MT_DEVICE_UNROLL
         for (int e = 0; e < M * N; e++)
             s[e / N][e % N] -= slope * fabsf(between + (float)(KEYS ? e % N - e / N : e / N - e % N));
@@ -9862,6 +9955,7 @@ static __device__ __forceinline__ void mti_plain_scores(const mti_plain &p, floa
         for (int e = 0; e < M * N; e++) {
             int64_t at = mti_bias_row(&p.s, b, head, query + (KEYS ? e % N : e / N)), j = key + (KEYS ? e / N : e % N);
             if (!(seen >> e & 1)) continue;
+            j += p.s.part.first_key;
             if (p.bias.dtype != MT_U8) s[e / N][e % N] += mti_get(p.bias, at, j);
             else if (!((const uint8_t *)p.bias.data)[at * p.bias.ld + j]) s[e / N][e % N] = -INFINITY;
         }
@@ -9881,7 +9975,7 @@ static __device__ __forceinline__ uint32_t mti_plain_kept(const mti_plain &p, in
     uint64_t e = p.element(b, head, KEYS ? col : row, KEYS ? row : col);
     MT_DEVICE_NO_UNROLL
     for (int x = 0; x < (KEYS ? N : M); x++) {
-        uint32_t bits = mti_kept(p.drop, e + (uint64_t)x * (uint64_t)p.s.kv_seq);
+        uint32_t bits = mti_kept(p.drop, e + (uint64_t)x * (uint64_t)p.s.part.kv_seq);
         MT_DEVICE_UNROLL
         for (int y = 0; y < (KEYS ? M : N); y++) kept |= (bits >> y & 1) << (KEYS ? y * N + x : x * N + y);
     }
@@ -10135,7 +10229,8 @@ static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS, 4) mti_plain_dbia
                 sum += g[0][0];
             }
         }
-        mti_put(p.dbias, row, j, mti_get(p.dbias, row, j) + sum);
+        int64_t col = p.s.part.first_key + j;
+        mti_put(p.dbias, row, col, mti_get(p.dbias, row, col) + sum);
     }
 }
 
@@ -10287,7 +10382,7 @@ struct mti_flash {
     __device__ bool sees(int query, int key, int length) const { return key < length && (!causal() || key <= query); }
     /* the keys that the queries [first, first + MTI_FLASH_ROWS) see together */
     __device__ int keys(int64_t b, int first) const {
-        int length = (int)p.length(b);
+        int length = p.length(b);
         return causal() ? min(length, first + MTI_FLASH_ROWS) : length;
     }
     __device__ const uint16_t *in(const mti_view &v, int64_t b, int64_t col) const {
@@ -10312,14 +10407,13 @@ struct mti_flash {
         return all;
     }
     /* the position of query 0 of a sequence among its keys */
-    __device__ int position(int64_t b) const { return (int)(cached.lengths ? cached.held(b) : p.s.kv_seq - p.s.seq); }
+    __device__ int position(int64_t b) const { return (int)(cached.lengths ? cached.held(b) : mti_key_of_query(&p.s)); }
     __device__ int64_t stat(int64_t b, int64_t head) const {
         return (b * p.s.groups * p.s.heads_per_group + head) * pitch;
     }
     /* the element number of a probability */
     __device__ uint64_t element(int64_t b, int64_t head, int query, int key) const {
-        return (mti_element_of(p.drop.at, b, head) * (uint64_t)p.s.seq + (uint64_t)query) * (uint64_t)p.s.kv_seq +
-               (uint64_t)key;
+        return p.element(b, head, query, key);
     }
 };
 
@@ -10463,7 +10557,7 @@ template <int RowTiles, int N8>
 static __device__ __forceinline__ void mti_flash_add_alibi(const mti_flash &f, float (&s)[RowTiles][N8][4],
                                                            int64_t head, int apart) {
     int lane = (int)threadIdx.x & 31;
-    float slope = f.alibi * f.p.s.alibi_slopes[head], from = (float)(apart + lane / 4 - lane % 4 * 2);
+    float slope = f.alibi * f.p.s.scores.alibi_slopes[head], from = (float)(apart + lane / 4 - lane % 4 * 2);
     MT_DEVICE_UNROLL
     for (int i = 0; i < RowTiles * N8 * 4; i++) {
         int r = i % (RowTiles * 2), j = i / (RowTiles * 2);
@@ -10537,7 +10631,7 @@ static __device__ __forceinline__ uint32_t mti_flash_kept_columns(const mti_flas
         uint64_t e = f.element(f.place().sequence, head, query + lane % 8, key + m * 16 + lane / 8 * 4);
         uint32_t mine = 0;
         MT_DEVICE_NO_UNROLL
-        for (int n = 0; n < N8; n++) mine |= mti_kept(f.p.drop, e + (uint64_t)(n * 8 * f.p.s.kv_seq)) << (n * 4);
+        for (int n = 0; n < N8; n++) mine |= mti_kept(f.p.drop, e + (uint64_t)(n * 8 * f.p.s.part.kv_seq)) << (n * 4);
         MT_DEVICE_UNROLL
         for (int i = 0; i < 4; i++) {
             int from = (lane / 16 + i / 2 * 2) * 8 + lane % 4 * 2 + i % 2;
@@ -11007,7 +11101,7 @@ static __global__ void __launch_bounds__(mti_flash_dkv_threads<HeadDim>(), mti_f
     int64_t b = f.place().sequence, ld = f.p.k.ld, seq = f.p.s.seq, k_col = f.place().head * f.p.kv_step;
     int head = (int)(f.place().head * f.p.s.heads_per_group),
         heads = head + (int)f.p.s.heads_per_group; /* one past the last head */
-    int first = (int)blockIdx.y * Rows, length = (int)f.p.length(b), lane = (int)threadIdx.x % 32;
+    int first = (int)blockIdx.y * Rows, length = f.p.length(b), lane = (int)threadIdx.x % 32;
     int warp = (int)threadIdx.x / 32 * Own % Rows, row = first + warp;
     int begin = !SPANS && f.causal() ? first : 0, end = SPANS ? 0 : (int)seq, query;
     uint16_t *v = k + Rows * HeadDim, *sets = v + Rows * HeadDim;
@@ -11104,7 +11198,7 @@ static mti_flash mti_flash_of(const mti_attention *a) {
     mti_flash f = {
         mti_plain_of(a), factor * MTI_LOG2E, NULL, NULL, mt_round_up(a->desc.seq, MTI_FLASH_ROWS), 0.0f, 0.0f, 1, {}};
     if (softcap > 0.0f) f.cap = a->desc.scores.scale / softcap;
-    if (a->desc.alibi_slopes) f.alibi = -1.0f / a->desc.scores.scale;
+    if (a->desc.scores.alibi_slopes) f.alibi = -1.0f / a->desc.scores.scale;
     return f;
 }
 
@@ -11612,9 +11706,9 @@ static int mti_cudnn_takes(const mti_attention *a, int capability) {
     const mt_attention_desc *s = &a->desc;
     return capability >= 80 && !a->dout.data && (a->q.dtype == MT_BF16 || a->q.dtype == MT_F16) &&
            s->head_dim % MTI_VECTOR == 0 && s->head_dim <= MTI_CUDNN_DIM && s->seq > 1 && s->kv_seq == s->seq &&
-           s->scores.scale > 0.0f && s->scores.softcap == 0.0f &&
-           (s->scores.window == 0 || s->scores.window >= s->seq) && s->dropout.p == 0.0f && !s->lengths &&
-           !s->cu_seqlens && !s->alibi_slopes && !s->bias.value.data && !mt_context_invariant(a->ctx) &&
+           s->scores.scale > 0.0f && s->scores.softcap == 0.0f && s->scores.window == 0 &&
+           (s->scores.mask != MT_MASK_CAUSAL || mti_key_of_query(s) == 0) && s->dropout.p == 0.0f && !s->lengths &&
+           !s->cu_seqlens && !s->scores.alibi_slopes && !s->bias.value.data && !mt_context_invariant(a->ctx) &&
            mti_cudnn_takes_heads(a) && mti_cudnn_takes_view(a, a->q) && mti_cudnn_takes_view(a, a->k) &&
            mti_cudnn_takes_view(a, a->v) && mti_cudnn_takes_view(a, a->out);
 }
@@ -12422,17 +12516,17 @@ static int mti_flash_fits_gradients(const mti_attention *a) {
            mt_tensor_ld(a->dk) == mt_tensor_ld(a->dv);
 }
 
-/* Whether a call needs the kernels with SPANS. A window of at least seq hides nothing. */
+/* Whether a call needs the kernels with SPANS. */
 static int mti_flash_needs_spans(const mt_attention_desc *s) {
-    return (s->scores.window > 0 && s->scores.window < s->seq) || s->scores.softcap > 0.0f || s->cu_seqlens ||
-           s->alibi_slopes || s->kv_seq != s->seq;
+    return s->scores.window > 0 || s->scores.softcap > 0.0f || s->cu_seqlens || s->scores.alibi_slopes ||
+           s->kv_seq != s->seq || (s->scores.mask == MT_MASK_CAUSAL && mti_key_of_query(s) != 0);
 }
 
 /* Whether the kernels know everything that changes a score. With a soft cap they multiply by scale / softcap, and by
    softcap / ln 2, which must be finite, and with ALiBi by slopes / scale. They have no derivative of a soft cap below
    ALiBi. */
 static int mti_flash_fits_scores(const mt_attention_desc *s) {
-    if (s->alibi_slopes && (s->scores.softcap > 0.0f || s->scores.scale < 1e-6f)) return 0;
+    if (s->scores.alibi_slopes && (s->scores.softcap > 0.0f || s->scores.scale < 1e-6f)) return 0;
     return !s->bias.value.data &&
            (s->scores.softcap == 0.0f || (s->scores.softcap < 1e30f && s->scores.scale / s->scores.softcap < 1e30f));
 }
@@ -12661,8 +12755,8 @@ static mt_arg mti_bias_arg(mt_attention_desc *s) {
     mt_arg arg;
     arg.name = "bias";
     arg.view = &s->bias.value;
-    arg.rows = s->bias.batch * s->bias.heads * s->seq;
-    arg.cols = s->kv_seq;
+    arg.rows = s->bias.batch * s->bias.heads * s->part.seq;
+    arg.cols = s->part.kv_seq;
     arg.type = s->bias.value.dtype == MT_U8 ? MT_ARG_ANY : MT_ARG_FLOAT;
     arg.use = MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS;
     return arg;
@@ -12688,8 +12782,8 @@ static void mti_attention_operands(mti_operator *op, mt_context *ctx, const mti_
                              mti_attention_width(s),
                              out_width,
                              heads,
-                             s->bias.batch * s->bias.heads * s->seq,
-                             s->kv_seq,
+                             s->bias.batch * s->bias.heads * s->part.seq,
+                             s->part.kv_seq,
                              s->batch * s->kv_seq,
                              s->groups * s->head_dim};
     mti_operands(op, ctx, table, views, sizes);
@@ -12712,6 +12806,13 @@ static mt_status mti_attention_desc_check(mt_context *ctx, const char *where, co
     if (fused && s->kv_seq != s->seq)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: kv_seq is %lld, must be 0 or seq %lld in a fused qkv", where,
                        (long long)s->kv_seq, (long long)s->seq);
+    if (fused && (s->part.first_key != s->part.first_query || s->part.kv_seq != s->part.seq))
+        return mt_fail(
+            ctx, MT_ERR_SHAPE,
+            "%s: part has the keys from %lld of %lld on, must be those of the queries, from %lld of %lld on, "
+            "in a fused qkv",
+            where, (long long)s->part.first_key, (long long)s->part.kv_seq, (long long)s->part.first_query,
+            (long long)s->part.seq);
     return mti_expect_attention(ctx, where, s);
 }
 
@@ -12725,7 +12826,7 @@ static double mti_cut_sum(double first, double count, double top) {
 /* The number of scores of a head and a sequence: for the query at position p, the keys from p - window + 1 to p or, in
    both directions, to p + window - 1. */
 static double mti_scores(const mt_attention_desc *s) {
-    double queries = (double)s->seq, keys = (double)s->kv_seq, first = keys - queries,
+    double queries = (double)s->seq, keys = (double)s->kv_seq, first = (double)mti_key_of_query(s),
            window = (double)s->scores.window;
     double all = queries * keys;
     if (s->scores.mask == MT_MASK_CAUSAL) all = mti_cut_sum(first + 1, queries, keys);
@@ -12756,14 +12857,15 @@ static mt_status mti_attention_agree(mt_context *ctx, const char *where, const m
     MT_TRY(mti_numbers_agree(ctx, where, "scale", mt_none(), 1, 1, (double)s->scores.scale));
     MT_TRY(mti_numbers_agree(ctx, where, "lengths", t, 0, 2, (double)(s->lengths != NULL),
                              (double)(s->cu_seqlens != NULL)));
-    MT_TRY(mti_numbers_agree(ctx, where, "seq or kv_seq", t, 0, 2, (double)s->seq, (double)s->kv_seq));
+    MT_TRY(mti_numbers_agree(ctx, where, "seq or kv_seq", t, 0, 4, (double)s->seq, (double)s->kv_seq,
+                             (double)s->part.seq, (double)s->part.kv_seq));
     MT_TRY(mti_numbers_agree(ctx, where, "a number of desc", mt_none(), 1, 5, (double)s->scores.softcap,
                              (double)s->head_dim, (double)s->qkv_layout, (double)s->scores.rotary_form,
-                             (double)(s->alibi_slopes != NULL)));
+                             (double)(s->scores.alibi_slopes != NULL)));
     MT_TRY(mt_check_side(ctx, where, "lengths", mt_tensor_make(s->lengths, MT_I32, s->batch, 1), t, MT_SPLIT_ROWS, 1));
     MT_TRY(mt_check_side(ctx, where, "cu_seqlens", mt_tensor_make(s->cu_seqlens, MT_I32, documents, 1), t,
                          MT_SPLIT_ROWS, 1));
-    return mt_check_side(ctx, where, "alibi_slopes", mt_tensor_make(s->alibi_slopes, MT_F32, 1, heads), t,
+    return mt_check_side(ctx, where, "alibi_slopes", mt_tensor_make(s->scores.alibi_slopes, MT_F32, 1, heads), t,
                          MT_SPLIT_COLS, 0);
 }
 
@@ -12803,6 +12905,11 @@ static const mti_table mti_attention_backward_table = {"mt_attention_backward",
     {"dqkv", "AB", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, "*"},
     {"dbias", "EF", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_OPTIONAL, "*"}}};
 
+/* With part, the tokens of a rank may be some of a sequence over any group. [backward] */
+static const mt_rule mti_attention_part_rules[2] = {
+    {"qkv out lse bias", "RRRR ccrR ccrr rrcR", "rrcR rrcr"},
+    {"qkv lse out dout dqkv(qkv) bias dbias(bias)", "RRRRRRR crcccRP crcccrr RRRPPRP rcrrrRP", "rcrrrRP rcrrrrr"}};
+
 /* The rules of these two depend on the desc: mti_dot_product_rule. */
 static const mti_table mti_dot_product_attention_forward_table = {"mt_dot_product_attention_forward",
     {NULL, NULL, NULL}, {
@@ -12838,9 +12945,11 @@ MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *
     mti_attention_operands(&op, ctx, &mti_attention_forward_table, views, &s, 3, 0);
     MT_TRY(mti_check(&op));
     MT_TRY(mti_expect_qkv_parts(ctx, op.name, &s, "qkv", qkv));
+    if (mti_has_part(&s)) op.rule = &mti_attention_part_rules[0];
     MT_TRY(mti_begin(&op));
     MT_TRY(mti_expect_head_masks(&op, "out", out, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
+    mti_attention_simplify(&a.desc);
     mti_attention_fused(&a, qkv, mt_none());
     mti_attention_work(&op, &s, 2);
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 0), mti_attention_loop(&op, &a, 0)));
@@ -12857,9 +12966,11 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
     MT_TRY(mti_expect_dbias(ctx, op.name, &s));
     MT_TRY(mti_check(&op));
     MT_TRY(mti_expect_qkv_parts(ctx, op.name, &s, "qkv", qkv));
+    if (mti_has_part(&s)) op.rule = &mti_attention_part_rules[1];
     MT_TRY(mti_begin(&op));
     MT_TRY(mti_expect_head_masks(&op, "dqkv", dqkv, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
+    mti_attention_simplify(&a.desc);
     a.dout = dout;
     mti_attention_fused(&a, qkv, dqkv);
     mti_attention_work(&op, &s, 4);
@@ -12870,29 +12981,35 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
    its heads (o). With one group all ranks may use it, with a share of the queries each (w; multi-query attention, arXiv
    1911.02150). With more groups the queries of a rank would not meet their own group. Or each rank has the queries of
    its own tokens: when no position counts, they see all keys (a). Otherwise the last key must be that of the rank's
-   last query (k). Dropout cannot number the rows of such queries.
-   [one group][the ranks' own queries: none, of all keys, of the first keys][backward] */
+   last query (k). Dropout cannot number the rows of such queries. With part, a rank
+   may have any queries and keys, and the bias has those of whole sequences.
+   [one group][the ranks' own queries: none, of all keys, of the first keys, with part][backward] */
 #define MTI_HEADS_FORWARD "RRRRRR ccccrR ccccrr coocrR coocrr"
 #define MTI_HEADS_BACKWARD "RRRRRRRRRRR cccrcccccRP cccrcccccrr RRRRRPPPPRP coorcccooRP coorcccoorr"
 #define MTI_HEADS_OF_ALL_FORWARD MTI_HEADS_FORWARD " cwwcrR cwwcrr"
 #define MTI_HEADS_OF_ALL_BACKWARD MTI_HEADS_BACKWARD " cwwrcccPPRP cwwrcccPPrr"
+#define MTI_PART_FORWARD " raarcR rrrrcR"
+#define MTI_PART_BACKWARD " raacrrrPPRP rrrcrrrrrRP"
 #define MTI_DOT_PRODUCT_RULES(forward, backward)                                                                       \
     {                                                                                                                  \
         {"q k v out lse bias", forward, "rrrrcR rrrrcr"}, {                                                            \
             "q k v lse out dout dq(q) dk(k) dv(v) bias dbias(bias)", backward, "rrrcrrrrrRP rrrcrrrrrrr"               \
         }                                                                                                              \
     }
-static const mt_rule mti_dot_product_rules[2][3][2] = {
+static const mt_rule mti_dot_product_rules[2][4][2] = {
     {MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD, MTI_HEADS_BACKWARD),
      MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD " raarcr", MTI_HEADS_BACKWARD " raacrrrPPrr"),
-     MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD " rkkrcr", MTI_HEADS_BACKWARD " rkkcrrrPPrr")},
+     MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD " rkkrcr", MTI_HEADS_BACKWARD " rkkcrrrPPrr"),
+     MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD MTI_PART_FORWARD, MTI_HEADS_BACKWARD MTI_PART_BACKWARD)},
     {MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD, MTI_HEADS_OF_ALL_BACKWARD),
      MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD " raarcr", MTI_HEADS_OF_ALL_BACKWARD " raacrrrPPrr"),
-     MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD " rkkrcr", MTI_HEADS_OF_ALL_BACKWARD " rkkcrrrPPrr")}};
+     MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD " rkkrcr", MTI_HEADS_OF_ALL_BACKWARD " rkkcrrrPPrr"),
+     MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD MTI_PART_FORWARD, MTI_HEADS_OF_ALL_BACKWARD MTI_PART_BACKWARD)}};
 
 static const mt_rule *mti_dot_product_rule(const mt_attention_desc *s, int backward) {
-    int by_position = s->scores.mask == MT_MASK_CAUSAL || s->scores.window || s->alibi_slopes;
+    int by_position = s->scores.mask == MT_MASK_CAUSAL || s->scores.window || s->scores.alibi_slopes;
     int own = s->dropout.p > 0.0f || s->cu_seqlens ? 0 : !by_position ? 1 : s->batch == 1 ? 2 : 0;
+    if (mti_has_part(s)) own = 3;
     return &mti_dot_product_rules[s->groups == 1][own][backward];
 }
 
@@ -12909,6 +13026,7 @@ MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_atte
     MT_TRY(mti_begin(&op));
     MT_TRY(mti_expect_head_masks(&op, "out", out, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
+    mti_attention_simplify(&a.desc);
     a.q = q, a.k = k, a.v = v;
     mti_attention_work(&op, &s, 2);
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 0), mti_attention_loop(&op, &a, 0)));
@@ -12929,6 +13047,7 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
     MT_TRY(mti_begin(&op));
     MT_TRY(mti_expect_head_masks(&op, "dq", dq, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
+    mti_attention_simplify(&a.desc);
     a.q = q, a.k = k, a.v = v;
     a.dout = dout;
     a.dq = dq, a.dk = dk, a.dv = dv;
@@ -12960,6 +13079,117 @@ MT_API mt_status mt_alibi_slopes(mt_context *ctx, int64_t heads, int64_t first_h
     }
     mti_made(ctx, slopes, 2, (double)heads, (double)first_head);
     return MT_SUCCESS;
+}
+
+/* ---- merging attention to different keys (src/ops/attention_merge.c) --------------------------------------------- */
+
+/* The weights of two results for a query, and the lse of both. */
+typedef struct mti_merging {
+    float weight, part_weight, lse;
+} mti_merging;
+
+/* Where neither of them has seen a key, the lse is -infinity and the result 0. A NaN stays one. */
+MT_INLINE MT_HOST_DEVICE mti_merging mti_merging_of(float lse, float part_lse) {
+    float top = lse < part_lse ? part_lse : lse, a, b;
+    mti_merging w;
+    w.weight = w.part_weight = 0.0f;
+    w.lse = top;
+    if (lse == -(float)INFINITY && part_lse == -(float)INFINITY) return w;
+    a = expf(lse - top);
+    b = expf(part_lse - top);
+    w.weight = a / (a + b);
+    w.part_weight = b / (a + b);
+    w.lse = top + logf(a + b);
+    return w;
+}
+
+/* A result without weight is left out, because it may be anything: its rows were not computed. */
+MT_INLINE MT_HOST_DEVICE float mti_merged(mti_merging w, float x, float part) {
+    return (w.weight == 0.0f ? 0.0f : w.weight * x) + (w.part_weight == 0.0f ? 0.0f : w.part_weight * part);
+}
+
+typedef struct mti_merge_views {
+    mt_tensor out, lse, part_out, part_lse;
+} mti_merge_views;
+
+static void mti_cpu_attention_merge(void *data, int thread, int64_t first, int64_t last) {
+    const mti_merge_views *v = (const mti_merge_views *)data;
+    int64_t head_dim = v->out.cols / v->lse.rows, row, head, d;
+    (void)thread;
+    for (row = first; row < last; row++)
+        for (head = 0; head < v->lse.rows; head++) {
+            float *x = mti_row(v->out, row) + head * head_dim, *lse = mti_row(v->lse, head) + row;
+            const float *part = mti_row(v->part_out, row) + head * head_dim;
+            mti_merging w = mti_merging_of(*lse, mti_row(v->part_lse, head)[row]);
+            MT_INDEPENDENT
+            for (d = 0; d < head_dim; d++) x[d] = mti_merged(w, x[d], part[d]);
+            *lse = w.lse;
+        }
+}
+
+/* ---- merging attention to different keys: kernels (src/ops/attention_merge.cuh) ---------------------------------- */
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+struct mti_merge {
+    mti_view out, lse, part_out, part_lse;
+    int64_t heads, head_dim;
+};
+
+/* A warp owns a head of a row: all its lanes read both lse before the first one writes the merged one. */
+static __global__ void __launch_bounds__(256) mti_merge_kernel(mti_merge m, int64_t items) {
+    int64_t step = (int64_t)gridDim.x * (blockDim.x / 32), lane = threadIdx.x % 32;
+    for (int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 32; i < items; i += step) {
+        int64_t row = mt_divide(i, m.heads), head = i - row * m.heads, col = head * m.head_dim;
+        mti_merging w = mti_merging_of(mti_get<MT_F32>(m.lse, head, row), mti_get<MT_F32>(m.part_lse, head, row));
+        for (int64_t d = lane; d < m.head_dim; d += 32)
+            mti_put(m.out, row, col + d,
+                    mti_merged(w, mti_get(m.out, row, col + d), mti_get(m.part_out, row, col + d)));
+        __syncwarp();
+        if (lane == 0) mti_put(m.lse, head, row, w.lse);
+    }
+}
+
+static mt_status mti_cuda_attention_merge(mt_context *ctx, mt_tensor out, mt_tensor lse, mt_tensor part_out,
+                                          mt_tensor part_lse) {
+    mti_merge m = {mti_view_of(out),      mti_view_of(lse), mti_view_of(part_out),
+                   mti_view_of(part_lse), lse.rows,         out.cols / mt_max(lse.rows, 1)};
+    int64_t items = out.rows * lse.rows;
+    if (items == 0) return MT_SUCCESS;
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_LAUNCH_KERNEL(mti_merge_kernel, mti_grid(items, 8), 256, 0, mt_context_stream(ctx), m, items);
+    return mt_cuda_launched(ctx, "mt_attention_merge");
+}
+
+} /* extern "C++" */
+#endif
+
+/* ---- merging attention to different keys, continued (src/ops/attention_merge.c) ---------------------------------- */
+
+/* clang-format off */
+static const mti_table mti_attention_merge_table = {"mt_attention_merge",
+    {"out lse part_out part_lse", "RRRR rcrc crcr PRPR", NULL}, {
+    {"part_out", "nm", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"part_lse", "An", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"lse", "An", MT_ARG_F32, MT_ARG_IN_OUT, "*"},
+    {"out", "nm", MT_ARG_FLOAT, MT_ARG_IN_OUT, "*"}}};
+/* clang-format on */
+
+MT_API mt_status mt_attention_merge(mt_context *ctx, mt_tensor out, mt_tensor lse, mt_tensor part_out,
+                                    mt_tensor part_lse) {
+    mt_tensor *views[] = {&part_out, &part_lse, &lse, &out};
+    const int64_t sizes[] = {lse.rows};
+    mti_operator op;
+    MT_TRY(mti_accept(&op, ctx, &mti_attention_merge_table, views, sizes));
+    if (lse.rows < 1 ? out.cols != 0 : out.cols % lse.rows != 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: out has %lld columns, which the %lld heads of lse do not divide",
+                       op.name, (long long)out.cols, (long long)lse.rows);
+    MT_TRY(mti_begin(&op));
+    if (lse.rows == 0) return mti_end(&op, MT_SUCCESS);
+    mti_merge_views v = {out, lse, part_out, part_lse};
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_attention_merge(ctx, out, lse, part_out, part_lse),
+                                mti_cpu_rows(ctx, out.rows, out.cols, mti_cpu_attention_merge, &v)));
 }
 
 /* ---- rotary positions, on a GPU (src/ops/rotary.cuh) ------------------------------------------------------------- */
@@ -13075,13 +13305,15 @@ static mt_status mti_cuda_rotary(mt_context *ctx, const mt_attention_desc *s, mt
     int64_t half = table.cols / 2, vectors = (half + MTI_VECTOR - 1) / MTI_VECTOR, turned = s->heads_per_group + 1;
     int64_t items = s->groups * turned * vectors;
     mti_access how = mti_access_of(qkv);
+    /* rows for the positions in sequences, or for those in documents */
+    mt_tensor of_tokens = s->cu_seqlens ? table : mt_tensor_rows(table, s->part.first_query, s->seq);
     if (half % MTI_VECTOR != 0 || s->head_dim % MTI_VECTOR != 0 || !mti_is_wide(table)) how.wide = 0;
     if (!how.wide || table.dtype != MT_F32) how.type = MTI_ANY_TYPE;
     if (qkv.rows * items == 0) return MT_SUCCESS;
     return mti_by_type(how.type, [&](auto type) {
         return mti_by_kind<2>(s->scores.rotary_form == MT_ROTARY_PAIRS, [&](auto pairs) {
             mti_rotary_op<type.value, pairs.value != 0> op = {mti_view_of(qkv),
-                                                              mti_view_of(table),
+                                                              mti_view_of(of_tokens),
                                                               s->head_dim,
                                                               half,
                                                               mti_divider_of(vectors, items),
@@ -13209,15 +13441,17 @@ MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
                                 mti_cpu_rows(ctx, table.rows, table.cols, mti_cpu_rotary_table, &a)));
 }
 
-/* Each rank may rotate its own tokens of one sequence, with its own rows of the table. */
-static const mt_rule mti_rotary_rules[2] = {{"qkv table", "RR cR rr", "rR"}, {"dqkv table", "RR cR PR rr", "rR"}};
+/* Each rank may rotate its own tokens of one sequence, with its own rows of the table, or with part, which says which
+   tokens they are. [part][backward] */
+static const mt_rule mti_rotary_rules[2][2] = {{{"qkv table", "RR cR rr", "rR"}, {"dqkv table", "RR cR PR rr", "rR"}},
+                                               {{"qkv table", "RR cR rR", NULL}, {"dqkv table", "RR cR PR rR", NULL}}};
 
 static mt_status mti_rotary(mt_context *ctx, const mti_table *of, const mt_attention_desc *desc, mt_tensor table,
                             float sign, mt_tensor qkv) {
     MT_TRY(mti_expect_heads(ctx, of->name, desc));
     MT_TRY(mti_expect_rotary(ctx, of->name, desc));
-    const int64_t sizes[] = {desc->batch * desc->seq, mti_attention_width(desc), desc->seq, mti_rotary_dim(desc)};
     mt_attention_desc s = mti_attention_defaults(desc);
+    const int64_t sizes[] = {desc->batch * desc->seq, mti_attention_width(desc), s.part.seq, mti_rotary_dim(desc)};
     /* turns the first features of queries and keys */
     const double turned = (double)mti_rotary_dim(desc) * (double)(s.groups * (s.heads_per_group + 1));
     const double bytes = 2.0 * (double)qkv.rows * turned * (double)mt_dtype_size(qkv.dtype) + mti_view_bytes(table);
@@ -13226,7 +13460,7 @@ static mt_status mti_rotary(mt_context *ctx, const mti_table *of, const mt_atten
     MT_TRY(mti_expect_documents(ctx, of->name, &s));
     MT_TRY(mti_accept(&op, ctx, of, views, sizes));
     MT_TRY(mti_expect_qkv_parts(ctx, op.name, desc, op.args[0].name, qkv));
-    if (desc->batch == 1) op.rule = &mti_rotary_rules[sign < 0.0f];
+    if (desc->batch == 1 || desc->part.seq) op.rule = &mti_rotary_rules[desc->part.seq != 0][sign < 0.0f];
     MT_TRY(mti_begin(&op));
     op.work.bytes = bytes;
     if (s.qkv_layout != MT_QKV_PER_GROUP) { /* one group, in which all queries and keys but the last are "queries" */
@@ -13273,6 +13507,7 @@ static mt_status mti_kv_expect_options(mt_context *ctx, const char *where, const
     if (s->scores.mask != MT_MASK_CAUSAL) field = "a mask other than MT_MASK_CAUSAL";
     if (s->dropout.p != 0.0f) field = "dropout";
     if (s->kv_seq != 0) field = "kv_seq";
+    if (s->part.seq != 0) field = "part";
     if (s->cu_seqlens || s->documents != 0) field = "cu_seqlens";
     if (s->bias.value.data || s->bias.grad.data) field = "a bias";
     if (!field) return MT_SUCCESS;
@@ -13398,6 +13633,7 @@ static mti_attention mti_kv_resolve(const mti_kv *k) {
     a.v = k->cache.values;
     a.q_step = k->cols.q_step;
     a.desc.kv_seq = k->cache.max_seq;
+    mti_attention_whole(&a.desc);
     a.desc.lengths = NULL;
     return a;
 }
@@ -13729,6 +13965,7 @@ static void mti_kv_attention_group(mti_kv_loop *l, int64_t b, int64_t g) {
     int64_t n = mti_kv_new(&k->desc, b);
     l->a.desc.seq = n;
     l->a.desc.kv_seq = k->cache.lengths[b] + n;
+    mti_attention_whole(&l->a.desc);
     if (n > 0 && l->is_few) mti_kv_few_group(k, &l->a, &l->few, b, g);
     if (n > 0 && !l->is_few) mti_kv_blocks_group(k, &l->a, b, g);
     if (g == 0) mti_attention_clear(mt_tensor_rows(k->out, b * k->desc.seq + n, k->desc.seq - n));
@@ -13961,7 +14198,7 @@ static __device__ __forceinline__ void mti_split_begin(const mti_kv_gpu &k, cons
     for (int r = 0; r < ROWS; r++) {
         int64_t i = mt_divide(m.row + r, h), head = m.group * h + m.row + r - i * h;
         x.end[r] = i < k.s.seq ? k.tokens.end(m.b, i) : 0;
-        x.slope[r] = k.s.alibi_slopes && i < k.s.seq ? k.s.alibi_slopes[head] : 0.0f;
+        x.slope[r] = k.s.scores.alibi_slopes && i < k.s.seq ? k.s.scores.alibi_slopes[head] : 0.0f;
         bool is = x.end[r] > 0 && n > 0;
         mti_load<TYPE != MTI_ANY_TYPE, TYPE>(k.qkv, is ? m.b * k.s.seq + i : 0, is ? k.query_col(head) + col : 0,
                                              is ? n : 0, x.q[r]);
@@ -14372,7 +14609,8 @@ static __device__ __forceinline__ mti_kv_tile_rows mti_kv_tile_rows_of(const mti
         int r = ((int)threadIdx.x & 31) / 4 + j * 8;
         int64_t i = mt_divide(m.row + r, h);
         rows.end[j] = spans[r].end;
-        rows.slope[j] = k.s.alibi_slopes && i < k.s.seq ? k.s.alibi_slopes[m.group * h + m.row + r - i * h] : 0.0f;
+        rows.slope[j] =
+            k.s.scores.alibi_slopes && i < k.s.seq ? k.s.scores.alibi_slopes[m.group * h + m.row + r - i * h] : 0.0f;
     }
     return rows;
 }
@@ -14388,7 +14626,7 @@ static __device__ __forceinline__ void mti_kv_tile_scores(const mti_kv_gpu &k, c
         MT_DEVICE_UNROLL
         for (int i = 0; i < 8; i++) s[0][i / 4][i % 4] = cap * tanhf(s[0][i / 4][i % 4] / cap);
     }
-    if (k.s.alibi_slopes) {
+    if (k.s.scores.alibi_slopes) {
         MT_DEVICE_UNROLL
         for (int i = 0; i < 8; i++) {
             int j = i % 4 / 2, at = first + i / 4 * 8 + i % 2;
@@ -14907,7 +15145,7 @@ MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t s
     MT_TRY(mt_check_integer(ctx, "mt_position_ids", NULL, "seq", seq, 1, INT32_MAX));
     MT_TRY(mti_expect_cu_seqlens(ctx, "mt_position_ids", cu_seqlens, documents, first_token + count, INT64_MAX));
     memset(&s, 0, sizeof s);
-    s.seq = seq;
+    s.seq = s.part.seq = seq;
     s.cu_seqlens = cu_seqlens;
     s.documents = documents;
     MT_TRY(mti_begin_bare(&op, ctx, "mt_position_ids"));
@@ -15335,7 +15573,7 @@ static void mti_cpu_embedding_backward(void *data, int thread, int64_t first, in
 /* Applies the rule of an embedding, whose first operands are its rows and the table. */
 static mt_status mti_embedding_rule(const mti_operator *op, int64_t first_row) {
     mt_tensor table = *op->args[1].view;
-    mt_place place = {table.rows, table.cols, first_row, INT64_MAX, table.cols, 1, "rows of the table", 0, 0, 0};
+    mt_place place = {table.rows, table.cols, first_row, INT64_MAX, table.cols, 1, "rows of the table", 0, 0, 0, 0};
     if (!mt_check_mode(op->ctx)) return MT_SUCCESS;
     MT_TRY(mt_place_check(op->ctx, op->name, "", op->args[1].name, table, &place));
     return mti_apply_rule(op);
@@ -16069,8 +16307,8 @@ static mt_status mti_cross_entropy_agree(mt_context *ctx, const char *where, con
 /* Checks that ranks with columns of their own take other parts of the vocabulary. */
 static mt_status mti_expect_vocabulary(mt_context *ctx, const char *where, const mt_cross_entropy_shard_desc *desc,
                                        mt_tensor logits, const int32_t *targets) {
-    mt_place place = {logits.rows, logits.cols, INT64_MAX,  desc->first_col, logits.cols, 1, "part of the vocabulary",
-                      0,           0,           desc->vocab};
+    mt_place place = {logits.rows, logits.cols, INT64_MAX, desc->first_col, logits.cols, 1, "part of the vocabulary", 0,
+                      0,           desc->vocab, 0};
     MT_TRY(mt_place_check(ctx, where, "desc", "logits", logits, &place));
     return mti_cross_entropy_agree(ctx, where, desc, logits, targets);
 }
@@ -16622,8 +16860,8 @@ static mt_status mti_expect_softmax(mt_context *ctx, const char *where, const mt
    the vocabulary. *s gets what the desc says. */
 static mt_status mti_softmax_begin(mti_operator *op, const mt_softmax_shard_desc *desc, const char *name, mt_tensor t,
                                    mti_softmax_args *s) {
-    mt_place place = {t.rows, t.cols, INT64_MAX,  desc->first_col, t.cols, 1, "part of the vocabulary",
-                      0,      0,      desc->vocab};
+    mt_place place = {t.rows, t.cols,      INT64_MAX, desc->first_col, t.cols, 1, "part of the vocabulary", 0,
+                      0,      desc->vocab, 0};
     MT_TRY(mt_place_check(op->ctx, op->name, "desc", name, t, &place));
     MT_TRY(mti_numbers_agree(op->ctx, op->name, "a number of desc", t, 0, 2, (double)desc->vocab, (double)desc->log));
     memset(s, 0, sizeof *s);
@@ -18990,6 +19228,7 @@ static const mti_table *const mti_tables[] = {&mti_fill_table,
                                               &mti_attention_backward_table,
                                               &mti_dot_product_attention_forward_table,
                                               &mti_dot_product_attention_backward_table,
+                                              &mti_attention_merge_table,
                                               &mti_gemm_table,
                                               &mti_scale_add_table};
 

@@ -162,6 +162,7 @@ extern "C" {
 #include "ops/attention_hopper_back.cuh"
 #include "ops/attention_choice.cuh"
 #include "ops/attention.c"
+#include "ops/attention_merge.c"
 #include "ops/rotary.cuh"
 #include "ops/rotary.c"
 #include "ops/kv_cache.c"

@@ -54,7 +54,8 @@ static double score(const problem *p, const double *x, int64_t b, int64_t a, int
     const double *k = x + q_size(p) + ((b * s->kv_seq + j) * s->groups + a / s->heads_per_group) * s->head_dim;
     double v = ref_dot(q, k, (size_t)s->head_dim) * (double)s->scores.scale, cap = (double)s->scores.softcap;
     if (s->scores.softcap > 0) v = cap * tanh(v / cap);
-    if (s->alibi_slopes) v -= (double)s->alibi_slopes[a] * (double)llabs((long long)(i + s->kv_seq - s->seq - j));
+    if (s->scores.alibi_slopes)
+        v -= (double)s->scores.alibi_slopes[a] * (double)llabs((long long)(i + s->kv_seq - s->seq - j));
     if (s->bias.value.data) v += x[q_size(p) + 2 * k_size(p) + bias_index(p, b, a, i, j)];
     return v;
 }
@@ -149,11 +150,115 @@ static void assert_same(mt_tensor a, mt_tensor b) {
     for (r = 0; r < a.rows; r++) assert_memory_equal(ref_row(a, r), ref_row(b, r), (size_t)a.cols * sizeof(float));
 }
 
+/* ---- the same in parts ------------------------------------------------------------------------------------------- */
+
+/* Returns the tokens [first, first + n) of each sequence, of `seq` tokens each. A matrix has a row for each token. */
+static mt_tensor tokens_of(mt_tensor t, int64_t batch, int64_t seq, int64_t first, int64_t n) {
+    mt_tensor part = ref_guarded(batch * n, t.cols, 1);
+    int64_t b, i, j;
+    for (b = 0; b < batch; b++)
+        for (i = 0; i < n; i++)
+            for (j = 0; j < t.cols; j++) ref_row(part, b * n + i)[j] = ref_row(t, b * seq + first + i)[j];
+    return part;
+}
+
+/* Adds such tokens to those of all. */
+static void add_tokens(mt_tensor part, int64_t batch, int64_t seq, int64_t first, int64_t n, mt_tensor all) {
+    int64_t b, i, j;
+    for (b = 0; b < batch; b++)
+        for (i = 0; i < n; i++)
+            for (j = 0; j < all.cols; j++) ref_row(all, b * seq + first + i)[j] += ref_row(part, b * n + i)[j];
+}
+
+/* The queries [first, end) of each sequence, and some of its keys at a time. */
+typedef struct in_parts {
+    const mt_attention_desc *s; /* of whole sequences, without defaults in kv_seq */
+    const tensors *x;
+    int64_t first, end;
+    mt_tensor q, out, lse, dout;
+} in_parts;
+
+#define KEY_PARTS 3
+
+/* Returns the desc of a call with part number k of the keys, of which it has *keys from *first on. */
+static mt_attention_desc part_of(const in_parts *p, int k, int64_t *first, int64_t *keys) {
+    const int64_t n = p->s->kv_seq, ends[KEY_PARTS + 1] = {0, n / 3, n - n / 4, n};
+    mt_attention_desc s = *p->s;
+    *first = ends[k], *keys = ends[k + 1] - ends[k];
+    s.part.seq = s.seq, s.part.kv_seq = n, s.part.first_query = p->first, s.part.first_key = *first;
+    s.seq = p->end - p->first, s.kv_seq = *keys;
+    return s;
+}
+
+/* The results for the keys of all parts. */
+static void forward_in_parts(in_parts *p) {
+    const int64_t batch = p->s->batch, heads = p->s->groups * p->s->heads_per_group, n = p->end - p->first;
+    int k, parts = 0;
+    p->q = tokens_of(p->x->q, batch, p->s->seq, p->first, n);
+    p->dout = tokens_of(p->x->dout, batch, p->s->seq, p->first, n);
+    p->out = ref_guarded(batch * n, p->x->out.cols, 3), p->lse = ref_guarded(heads, batch * n, 2);
+    for (k = 0; k < KEY_PARTS; k++) {
+        mt_tensor out = p->out, lse = p->lse;
+        int64_t first, keys;
+        mt_attention_desc s = part_of(p, k, &first, &keys);
+        if (keys == 0) continue;
+        if (parts++) out = ref_guarded(batch * n, out.cols, 1), lse = ref_guarded(heads, batch * n, 1);
+        OK(mt_dot_product_attention_forward(ref.ctx, &s, p->q, tokens_of(p->x->k, batch, p->s->kv_seq, first, keys),
+                                            tokens_of(p->x->v, batch, p->s->kv_seq, first, keys), out, lse));
+        if (parts > 1) OK(mt_attention_merge(ref.ctx, p->out, p->lse, out, lse));
+    }
+}
+
+/* Adds the gradients of these queries to those of x. */
+static void backward_in_parts(const in_parts *p, tensors *x) {
+    const int64_t batch = p->s->batch, n = p->end - p->first;
+    int k;
+    for (k = 0; k < KEY_PARTS; k++) {
+        int64_t first, keys;
+        mt_attention_desc s = part_of(p, k, &first, &keys);
+        mt_tensor dq = ref_guarded(batch * n, x->q.cols, 1), dk = ref_guarded(batch * keys, x->k.cols, 0);
+        mt_tensor dv = ref_guarded(batch * keys, x->k.cols, 2);
+        if (keys == 0) continue;
+        s.bias.grad = x->dbias;
+        OK(mt_dot_product_attention_backward(ref.ctx, &s, p->q, tokens_of(x->k, batch, p->s->kv_seq, first, keys),
+                                             tokens_of(x->v, batch, p->s->kv_seq, first, keys), p->out, p->lse, p->dout,
+                                             dq, dk, dv));
+        add_tokens(dq, batch, p->s->seq, p->first, n, x->dq);
+        add_tokens(dk, batch, p->s->kv_seq, first, keys, x->dk);
+        add_tokens(dv, batch, p->s->kv_seq, first, keys, x->dv);
+    }
+}
+
+/* Computes the results of run in two parts of the queries and KEY_PARTS of the keys. */
+static void run_in_parts(const mt_attention_desc *desc, tensors *x) {
+    mt_attention_desc s = *desc;
+    const int64_t half = s.seq / 2, heads = s.groups * s.heads_per_group;
+    int i, a;
+    int64_t b, r;
+    if (!s.kv_seq) s.kv_seq = s.seq;
+    x->out = ref_filled(x->out.rows, x->out.cols, 1, 0), x->dq = ref_filled(x->dq.rows, x->dq.cols, 1, 0);
+    x->dk = ref_filled(x->dk.rows, x->dk.cols, 0, 0), x->dv = ref_filled(x->dv.rows, x->dv.cols, 0, 0);
+    x->lse = ref_guarded(heads, s.batch * s.seq, 1);
+    if (x->dbias.data) x->dbias = ref_filled(x->dbias.rows, x->dbias.cols, 2, 0);
+    for (i = 0; i < 2; i++) {
+        in_parts p = {&s, x, i ? half : 0, i ? s.seq : half, mt_none(), mt_none(), mt_none(), mt_none()};
+        if (p.end == p.first) continue;
+        forward_in_parts(&p);
+        add_tokens(p.out, s.batch, s.seq, p.first, p.end - p.first, x->out);
+        for (a = 0; a < heads; a++)
+            for (b = 0; b < s.batch; b++)
+                for (r = p.first; r < p.end; r++)
+                    ref_row(x->lse, a)[b * s.seq + r] = ref_row(p.lse, a)[b * (p.end - p.first) + r - p.first];
+        backward_in_parts(&p, x);
+    }
+}
+
 /* s is what the user sets; fields of p.s that are 0 in s get their defaults here. */
 static void try_attention(mt_attention_desc s, const unsigned char *seen) {
     problem p;
     tensors x;
     double *all, *out, *lse, *g, terms;
+    int parts;
     memset(&p, 0, sizeof p);
     p.s = s;
     p.seen = seen;
@@ -168,15 +273,18 @@ static void try_attention(mt_attention_desc s, const unsigned char *seen) {
     out = ref_doubles((size_t)q_size(&p)), lse = ref_doubles((size_t)(heads_of(&p) * s.batch * s.seq));
     p.dout = ref_values(x.dout);
     forward(&p, all, out, lse);
-    run(&s, &x);
-    ASSERT_CLOSE(x.out, out, 2e-6, 1e-6);
-    ASSERT_CLOSE(x.lse, lse, 2e-6, 1e-6);
     g = ref_gradient(objective, &p, all, (size_t)x_size(&p));
     terms = sqrt((double)(s.seq * s.heads_per_group * p.s.batch));
-    ASSERT_CLOSE(x.dq, g, 2e-6 * (1 + terms), 1e-6);
-    ASSERT_CLOSE(x.dk, g + q_size(&p), 2e-6 * (1 + terms), 1e-6);
-    ASSERT_CLOSE(x.dv, g + q_size(&p) + k_size(&p), 2e-6 * (1 + terms), 1e-6);
-    if (p.s.bias.value.data) ASSERT_CLOSE(x.dbias, g + q_size(&p) + 2 * k_size(&p), 2e-6 * (1 + terms), 1e-6);
+    for (parts = 0; parts < 2; parts++) {
+        if (parts) run_in_parts(&s, &x);
+        else run(&s, &x);
+        ASSERT_CLOSE(x.out, out, 2e-6, 1e-6);
+        ASSERT_CLOSE(x.lse, lse, 2e-6, 1e-6);
+        ASSERT_CLOSE(x.dq, g, 2e-6 * (1 + terms), 1e-6);
+        ASSERT_CLOSE(x.dk, g + q_size(&p), 2e-6 * (1 + terms), 1e-6);
+        ASSERT_CLOSE(x.dv, g + q_size(&p) + k_size(&p), 2e-6 * (1 + terms), 1e-6);
+        if (p.s.bias.value.data) ASSERT_CLOSE(x.dbias, g + q_size(&p) + 2 * k_size(&p), 2e-6 * (1 + terms), 1e-6);
+    }
     ref_release();
 }
 
@@ -240,6 +348,63 @@ static void test_kv_seq(void **state) {
     }
 }
 
+/* Tokens of a part are turned as in the whole sequence. */
+static void test_rotary_in_parts(void **state) {
+    static const int32_t documents[] = {0, 5, 7, 20, 22};
+    int i, back;
+    (void)state;
+    for (i = 0; i < 8; i++) {
+        mt_attention_desc s = shape(2, 11, 2, 2, 6, 0), part;
+        mt_tensor qkv = ref_random(22, 48, 1, 1.5f, 0), table = ref_guarded(11, 6, 1), some;
+        if (i % 2) s.cu_seqlens = documents, s.documents = 4;
+        s.qkv_layout = (mt_qkv_layout)(i / 2 % 2);
+        part = s, part.seq = 4, part.part.seq = 11, part.part.first_query = part.part.first_key = 3 + i / 2;
+        some = tokens_of(qkv, 2, 11, part.part.first_query, 4);
+        OK(mt_rotary_table(ref.ctx, 100.0f, table));
+        for (back = 0; back < 2; back++) {
+            OK(back ? mt_rotary_backward(ref.ctx, &s, table, qkv) : mt_rotary_forward(ref.ctx, &s, table, qkv));
+            OK(back ? mt_rotary_backward(ref.ctx, &part, table, some) : mt_rotary_forward(ref.ctx, &part, table, some));
+            assert_same(some, tokens_of(qkv, 2, 11, part.part.first_query, 4));
+        }
+        ref_release();
+    }
+}
+
+/* The merged element of two results x and y with the lse a and b. */
+static double merged(double x, double a, double y, double b) {
+    double top = a > b ? a : b, sum = exp(a - top) + exp(b - top);
+    if (top == -INFINITY) return 0;
+    return (a > -INFINITY ? x * exp(a - top) / sum : 0) + (b > -INFINITY ? y * exp(b - top) / sum : 0);
+}
+
+/* Merging results: of a query that sees keys in one of them only, in none, in both, and with lse far apart. */
+static void test_merge(void **state) {
+    const float none = -INFINITY;
+    const float lse[][2] = {{1, 2}, {none, 3}, {3, none}, {none, none}, {-200, 300}, {3e4f, 2.9e4f}, {-1e30f, 1e30f}};
+    const int n = (int)(sizeof lse / sizeof *lse);
+    int i, j;
+    (void)state;
+    for (i = 0; i < 2; i++) {
+        mt_tensor out = ref_random(n, 6, 1, 1, 0), part = ref_random(n, 6, 0, 1, 0), before;
+        mt_tensor l = ref_guarded(2, n, 1), m = ref_guarded(2, n, 2);
+        for (j = 0; j < n; j++) {
+            ref_row(l, 0)[j] = ref_row(m, 1)[j] = lse[j][0], ref_row(l, 1)[j] = ref_row(m, 0)[j] = lse[j][1];
+            if (i && lse[j][0] == none) ref_row(out, j)[1] = ref_row(part, j)[4] = NAN; /* does not count */
+        }
+        before = ref_copy(out, 0);
+        OK(mt_attention_merge(ref.ctx, out, l, part, m));
+        for (j = 0; j < 6 * n; j++) {
+            double a = (double)lse[j / 6][j % 6 / 3], b = (double)lse[j / 6][1 - j % 6 / 3], top = a > b ? a : b;
+            double want = merged((double)ref_row(before, j / 6)[j % 6], a, (double)ref_row(part, j / 6)[j % 6], b);
+            double got = (double)ref_row(l, j % 6 / 3)[j / 6];
+            assert_true(fabs((double)ref_row(out, j / 6)[j % 6] - want) <= 1e-6);
+            if (top == (double)none) assert_true(got == top);
+            else assert_true(fabs(got - top - log(exp(a - top) + exp(b - top))) <= 4e-7 * fabs(top) + 1e-6);
+        }
+        ref_release();
+    }
+}
+
 static void test_window(void **state) {
     int64_t window;
     int mask;
@@ -269,7 +434,7 @@ static void test_alibi(void **state) {
     (void)state;
     for (i = 0; i < 4; i++) {
         mt_attention_desc s = shape(2, 6, 2, 2, 4, i % 2);
-        s.scores.alibi = 1, s.alibi_slopes = slopes;
+        s.scores.alibi = 1, s.scores.alibi_slopes = slopes;
         if (i / 2) s.kv_seq = 9;
         try_attention(s, NULL);
     }
@@ -426,7 +591,7 @@ static void test_together(void **state) {
     for (i = 0; i < 4; i++) {
         mt_attention_desc s = shape(2, 11, 2, 2, 6, i % 2);
         s.lengths = lengths, s.scores.window = 6, s.scores.softcap = 4.0f;
-        s.scores.scale = 0.7f, s.scores.alibi = 1, s.alibi_slopes = slopes;
+        s.scores.scale = 0.7f, s.scores.alibi = 1, s.scores.alibi_slopes = slopes;
         s.cu_seqlens = documents, s.documents = 3;
         s.bias.value = ref_random(4 * 11, 11, 0, 1, 0), s.bias.heads = 4;
         s.dropout.p = i / 2 ? 0.4f : 0.0f;
@@ -443,7 +608,7 @@ static void test_scale_of_zero(void **state) {
     for (int i = 0; i < 4; i++) {
         mt_attention_desc s = shape(2, 11, 2, 2, 6, i % 2);
         s.scores.scale = MT_ZERO;
-        s.scores.alibi = i / 2, s.alibi_slopes = i / 2 ? slopes : NULL;
+        s.scores.alibi = i / 2, s.scores.alibi_slopes = i / 2 ? slopes : NULL;
         s.scores.softcap = i == 3 ? 4.0f : 0.0f;
         try_attention(s, NULL);
     }
@@ -881,7 +1046,7 @@ static void test_golden(void **state) {
         mt_attention_desc s = shape(2, c->seq, 2, 2, 4, c->bidirectional);
         tensors x;
         s.kv_seq = c->kv_seq, s.scores.window = c->window, s.scores.softcap = c->softcap;
-        if (c->alibi) s.scores.alibi = 1, s.alibi_slopes = slopes;
+        if (c->alibi) s.scores.alibi = 1, s.scores.alibi_slopes = slopes;
         if (c->documents) s.cu_seqlens = documents, s.documents = 4;
         s.bias.batch = c->bias_batch, s.bias.heads = c->bias_heads;
         if (c->mask) s.bias.value = golden_mask(file, c, seen);
@@ -931,7 +1096,7 @@ static void test_refusals(void **state) {
     ASSERT_REFUSED(MT_ERR_SHAPE, "kv_seq is -1, must be from 0 to 2147483647", FORWARD(s));
     s = good, s.scores.alibi = 1;
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "scores.alibi is 1, but alibi_slopes is NULL", FORWARD(s));
-    s = good, s.alibi_slopes = negative;
+    s = good, s.scores.alibi_slopes = negative;
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "scores.alibi is 0, but alibi_slopes is set", FORWARD(s));
     s.scores.alibi = 1;
     ASSERT_REFUSED(MT_ERR_DATA, "alibi_slopes[1] is -1", FORWARD(s));
@@ -1024,6 +1189,8 @@ static void test_dbias_refusals(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {REF_TEST(test_separate_views),
                                        REF_TEST(test_kv_seq),
+                                       REF_TEST(test_rotary_in_parts),
+                                       REF_TEST(test_merge),
                                        REF_TEST(test_window),
                                        REF_TEST(test_softcap),
                                        REF_TEST(test_alibi),

@@ -2201,7 +2201,7 @@ static void test_core_attention_shards(void **state) {
     mt_tensor qkv = mt_tensor_f32(test_noise(&r, 8 * 32, 1, 1.0f), 8, 32);
     mt_tensor dout = mt_tensor_f32(test_noise(&r, 8 * 16, 2, 1.0f), 8, 16), lse = test_tensor(&r, 4, 8, 0.0f);
     s.scores.alibi = 1;
-    s.alibi_slopes = slopes;
+    s.scores.alibi_slopes = slopes;
     s.bias.value = mt_tensor_f32(test_noise(&r, 7 * 16, 3, 1.0f), 28, 4);
     s.bias.heads = 7, s.bias.first_head = 2;
     for (int i = 0; i < 2; i++) {

@@ -1099,28 +1099,31 @@ enum {
     DOCUMENTS = 32,
     BIAS = 64,
     SEEN = 128,
-    DROP = 256
+    DROP = 256,
+    PART = 512
 };
 
 /* Sets what needs memory of the device, in `s` for the CPU and in *on_gpu for the GPU. Documents are for two sequences
-   of 13 or 70 tokens. */
+   of 13 or 70 tokens, or of 40 of which a call has a part. */
 static void attention_options(int what, mt_attention_desc *s, mt_attention_desc *on_gpu) {
     static const float slopes[] = {0.5f, 0.0f, 1.0f, 0.25f};
     static const int32_t lengths[] = {9, 0}, documents[] = {0, 4, 11, 11, 26}, longer[] = {0, 37, 45, 45, 140};
-    int64_t rows = s->bias.batch * s->bias.heads * s->seq, n = s->kv_seq ? s->kv_seq : s->seq;
+    static const int32_t whole[] = {0, 27, 30, 45, 80};
+    int64_t rows = s->bias.batch * s->bias.heads * (what & PART ? s->part.seq : s->seq);
+    int64_t n = what & PART ? s->part.kv_seq : s->kv_seq ? s->kv_seq : s->seq;
     pair bias = pair_noise(rows, n, odd, 5, 1.0f), seen = pair_of(MT_U8, rows, n, dense), slope = pair_f32(1, 4);
     *on_gpu = *s;
     on_gpu->dropout.at = with_offset(s->dropout.at);
     if (what & LENGTHS) s->lengths = lengths, on_gpu->lengths = ids_on_gpu(lengths, 2);
     if (what & DOCUMENTS) {
-        s->cu_seqlens = s->seq == 13 ? documents : longer;
+        s->cu_seqlens = what & PART ? whole : s->seq == 13 ? documents : longer;
         on_gpu->cu_seqlens = ids_on_gpu(s->cu_seqlens, 5);
     }
     if (what & DOCUMENTS) s->documents = on_gpu->documents = 4;
     if (what & ALIBI) {
         OK(mt_upload(gpu, slopes, slope.gpu));
         s->scores.alibi = on_gpu->scores.alibi = 1;
-        s->alibi_slopes = slopes, on_gpu->alibi_slopes = (const float *)slope.gpu.data;
+        s->scores.alibi_slopes = slopes, on_gpu->scores.alibi_slopes = (const float *)slope.gpu.data;
     }
     if (what & BIAS) s->bias.value = bias.cpu, on_gpu->bias.value = bias.gpu;
     if (what & SEEN) {
@@ -1145,7 +1148,7 @@ static void dot_product_attention(int what, mt_attention_desc s, int aligned) {
          v = pair_noise(keys, kv_width, odd_or_wide, 3, 1.0f), out = pair_new(tokens, width, dense),
          lse = pair_f32(heads, tokens), dout = pair_noise(tokens, width, odd_or_wide, 4, 1.0f),
          dq = pair_new(tokens, width, odd), dk = pair_new(keys, kv_width, wide), dv = pair_new(keys, kv_width, odd),
-         dbias = what & BIAS ? noise_f32(s.bias.batch * s.bias.heads * s.seq, keys / s.batch, 6, 1.0f) : none();
+         dbias = what & BIAS ? noise_f32(s.bias.value.rows, s.bias.value.cols, 6, 1.0f) : none();
     BOTH(mt_dot_product_attention_forward(cpu, &s, q.cpu, k.cpu, v.cpu, out.cpu, lse.cpu),
          mt_dot_product_attention_forward(gpu, &on_gpu, q.gpu, k.gpu, v.gpu, out.gpu, lse.gpu));
     same("mt_dot_product_attention_forward", out, 5e-6);
@@ -1175,16 +1178,22 @@ static void test_dot_product_attention(void **state) {
                                SEEN,
                                KV_SEQ | WINDOW | ALIBI | BIAS | DROP,
                                511 & ~(KV_SEQ | SEEN),
-                               511 & ~(DOCUMENTS | BIAS)};
-    for (int i = 0; i < 12 * 16; i++) {
+                               511 & ~(DOCUMENTS | BIAS),
+                               PART,
+                               PART | KV_SEQ | WINDOW | ALIBI | BIAS | DROP,
+                               PART | SEEN | LENGTHS | SOFTCAP,
+                               PART | DOCUMENTS | DROP};
+    for (int i = 0; i < 16 * 16; i++) {
         static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
         size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
-        int what = sets[i % 12], k = i / 12;
+        int what = sets[i % 16], k = i / 16;
         mt_attention_desc s = {};
         type = types[(k + i) % 3];
         s.batch = 2, s.seq = 13, s.groups = 1 + k / 2 % 2, s.heads_per_group = 2, s.head_dim = 5 + k % 3 * 16;
         s.scores.mask = k & 1 ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL;
         s.kv_seq = !(what & KV_SEQ) || what & DOCUMENTS ? 0 : k & 4 ? 9 : 37;
+        if (what & PART) s.part.seq = 40, s.part.kv_seq = what & DOCUMENTS ? 40 : 41 + k;
+        if (what & PART) s.part.first_query = 3 * (k % 9), s.part.first_key = k % 5;
         s.scores.window = what & WINDOW ? 5 : 0;
         s.bias.batch = k & 4 ? 2 : 1, s.bias.heads = k & 8 ? s.groups * 2 + (k & 2 ? 3 : 0) : 1;
         s.bias.first_head = k & 2;
@@ -1329,10 +1338,10 @@ static void test_sum(void **state) {
 
 /* Heads whose halves are whole vectors and heads whose halves are not, for aligned and unaligned data; forward and
    backward. */
-/* Also with packed documents, one of which goes on in the second sequence. */
+/* Also with packed documents, one of which goes on in the second sequence, and with parts of sequences. */
 static void test_rotary(void **state) {
     static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
-    static const int32_t packed[] = {0, 2, 2, 5, 9, 14};
+    static const int32_t packed[] = {0, 2, 2, 5, 9, 14}, whole[] = {0, 5, 5, 6, 17, 24};
     static const layout places[] = {{0, 0}, {8, 0}, {3, 1}};
     static const int64_t dims[][2] = {{2, 0}, {16, 0}, {20, 0}, {48, 0}, {64, 0}, {64, 16}, {48, 32}, {23, 14}};
     (void)state;
@@ -1345,13 +1354,15 @@ static void test_rotary(void **state) {
         s.scores.rotary_dim = dims[i / 9 % 8][1], s.scores.rotary_form = (mt_rotary_form)(i / 72 % 2);
         s.qkv_layout = (mt_qkv_layout)(i / 4 % 2);
         type = types[i % 3];
+        if (i % 5 < 2) s.part.seq = 12, s.part.first_query = s.part.first_key = 4;
         with_ids = s;
         if (i >= 144) {
-            s.cu_seqlens = packed, with_ids.cu_seqlens = ids_on_gpu(packed, 6);
+            s.cu_seqlens = s.part.seq ? whole : packed, with_ids.cu_seqlens = ids_on_gpu(s.cu_seqlens, 6);
             s.documents = with_ids.documents = 5;
         }
         pair qkv = pair_noise(14, s.groups * (s.heads_per_group + 2) * s.head_dim, places[i / 3 % 3], 1, 1.0f);
-        pair table = pair_of(MT_F32, 7, s.scores.rotary_dim ? s.scores.rotary_dim : s.head_dim, places[i % 2]);
+        pair table =
+            pair_of(MT_F32, s.part.seq ? 12 : 7, s.scores.rotary_dim ? s.scores.rotary_dim : s.head_dim, places[i % 2]);
         BOTH(mt_rotary_table(cpu, 100.0f, table.cpu), mt_rotary_table(gpu, 100.0f, table.gpu));
         BOTH(mt_rotary_forward(cpu, &s, table.cpu, qkv.cpu), mt_rotary_forward(gpu, &with_ids, table.gpu, qkv.gpu));
         same("mt_rotary_forward", qkv, 1e-6);

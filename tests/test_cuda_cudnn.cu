@@ -126,6 +126,7 @@ static mti_attention seen(const call *k, int backwards) {
     if (backwards) a.dout = k->dout;
     if (k->in != APART) mti_attention_fused(&a, k->qkv, backwards ? k->dqkv : mt_none());
     else a.q_step = s.heads_per_group * s.head_dim, a.q = k->q, a.k = k->k, a.v = k->v;
+    mti_attention_simplify(&a.desc);
     return a;
 }
 
@@ -304,7 +305,7 @@ static void test_options(void **state) {
         if (i == 0) k.s.scores.window = 64; /* hides nothing */
         if (i == 1) k.s.scores.window = 63;
         if (i == 2) k.s.scores.softcap = 10.0f;
-        if (i == 3) k.s.scores.alibi = 1, k.s.alibi_slopes = &slope; /* not read */
+        if (i == 3) k.s.scores.alibi = 1, k.s.scores.alibi_slopes = &slope; /* not read */
         if (i == 4) k.s.scores.scale = -0.1f;
         if (i == 5) k.s.dropout.p = 0.1f;
         if (i == 6) k.s.lengths = &number;

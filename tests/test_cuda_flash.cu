@@ -25,6 +25,7 @@ typedef struct config {
     int packed = 0;     /* which documents: see set_documents */
     int64_t kv_seq = 0; /* 0: seq */
     int alibi = 0;
+    int64_t whole = 0, first_query = 0, first_key = 0; /* a part of sequences of `whole` tokens; 0: all of them */
 } config;
 
 /* The arguments of one call, on the GPU. The 8 elements between rows must stay unchanged. */
@@ -34,13 +35,14 @@ typedef struct call {
 } call;
 
 static const char *describe(const config *c) {
-    static char text[240];
+    static char text[320];
     snprintf(text, sizeof text,
              "%s, head_dim %d, %s, batch %d, seq %d, kv_seq %d, %d groups of %d%s, dropout %g, window %d, softcap %g, "
-             "documents %d%s",
+             "documents %d%s, from %d and %d of %d on",
              mt_dtype_name(c->type), (int)c->dim, c->mask == MT_MASK_CAUSAL ? "causal" : "bidirectional", (int)c->batch,
              (int)c->seq, (int)c->kv_seq, (int)c->groups, (int)c->per_group, c->padded ? ", padded" : "", (double)c->p,
-             (int)c->window, (double)c->softcap, c->packed, c->alibi ? ", ALiBi" : "");
+             (int)c->window, (double)c->softcap, c->packed, c->alibi ? ", ALiBi" : "", (int)c->first_query,
+             (int)c->first_key, (int)c->whole);
     return text;
 }
 
@@ -93,7 +95,7 @@ static void gap_untouched(const char *what, mt_tensor t) {
    3: documents of five tokens */
 static void set_documents(const config *c, mt_attention_desc *s) {
     static int32_t ends[DOCUMENTS + 1];
-    int32_t tokens = (int32_t)(c->batch * c->seq), half = tokens / 2, n = 1;
+    int32_t tokens = (int32_t)(c->batch * (c->whole ? c->whole : c->seq)), half = tokens / 2, n = 1;
     const int32_t mixed[] = {1, 1, 2, 37, 64, 65, half - 20, half + 25, tokens - 1, tokens};
     mt_tensor ids;
     if (c->packed == 1)
@@ -110,12 +112,13 @@ static void set_documents(const config *c, mt_attention_desc *s) {
 static mt_attention_desc desc_new(const config *c) {
     static const uint64_t offset = 0x123456789abu;
     static int32_t lengths[8];
-    int64_t heads = c->groups * c->per_group, keys = c->kv_seq ? c->kv_seq : c->seq;
+    int64_t heads = c->groups * c->per_group, keys = c->whole ? c->whole : c->kv_seq ? c->kv_seq : c->seq;
     mt_tensor ids;
     mt_attention_desc s;
     memset(&s, 0, sizeof s);
     s.batch = c->batch, s.seq = c->seq, s.groups = c->groups, s.heads_per_group = c->per_group, s.head_dim = c->dim,
     s.kv_seq = c->kv_seq;
+    s.part.seq = c->whole, s.part.first_query = c->first_query, s.part.first_key = c->first_key;
     s.scores.mask = c->mask;
     s.scores.window = c->window;
     s.scores.softcap = c->softcap;
@@ -125,7 +128,7 @@ static mt_attention_desc desc_new(const config *c) {
         OK(mt_arena_tensor(gpu, MT_F32, 1, heads, &slopes));
         OK(mt_alibi_slopes(gpu, heads + 1, 1, slopes));
         s.scores.alibi = 1;
-        s.alibi_slopes = (const float *)slopes.data;
+        s.scores.alibi_slopes = (const float *)slopes.data;
     }
     s.dropout.p = c->p;
     s.dropout.at.seed = 0x123456789abcdefu, s.dropout.at.subsequence = 0xfedcba987654321u;
@@ -263,8 +266,8 @@ static mt_attention_desc desc_on_cpu(const config *c, const mt_attention_desc *o
         s.cu_seqlens = ends;
     }
     if (c->alibi) {
-        OK(mt_download(gpu, mt_tensor_f32((float *)s.alibi_slopes, 1, c->groups * c->per_group), slopes));
-        s.alibi_slopes = slopes;
+        OK(mt_download(gpu, mt_tensor_f32((float *)s.scores.alibi_slopes, 1, c->groups * c->per_group), slopes));
+        s.scores.alibi_slopes = slopes;
     }
     offset = 0;
     if (c->p > 0) OK(mt_download(gpu, mt_tensor_make(s.dropout.at.offset, MT_I32, 1, 2), &offset));
@@ -516,6 +519,29 @@ static void test_keys_of_their_own(void **state) {
         if (i % 5 == 4) c.p = 0.25f;
         if (i % 6 == 5 && i % 2) c.packed = 1;
         c.alibi = i % 7 > 3 && c.softcap == 0.0f;
+        apart_against_cpu(c);
+    }
+}
+
+/* Parts of sequences: before the queries, so that all keys are seen, at their positions, partly, behind them, so that
+   no key is seen, and apart by more than a window. Half of the cases, or all. */
+static void test_parts(void **state) {
+    static const struct {
+        int64_t seq, kv_seq, whole, first_query, first_key;
+    } parts[] = {{70, 70, 280, 140, 70}, {70, 70, 280, 140, 140}, {64, 130, 259, 129, 65}, {129, 70, 259, 65, 100},
+                 {70, 70, 280, 70, 140}, {100, 60, 400, 300, 0},  {1, 64, 128, 100, 64}};
+    (void)state;
+    for (int i = 0; i < (test_all() ? 42 : 21); i++) {
+        config c = of_each({2, parts[i % 7].seq, 1 + i % 2, 1 + i / 2 % 3}, i % 10);
+        c.kv_seq = parts[i % 7].kv_seq, c.whole = parts[i % 7].whole;
+        c.first_query = parts[i % 7].first_query, c.first_key = parts[i % 7].first_key;
+        if (i % 10 == 6) c.dim = 40;
+        if (i % 6 == 1) c.window = 30;
+        if (i % 6 == 2) c.batch = 4, c.padded = 1;
+        if (i % 6 == 3) c.softcap = 1.5f;
+        if (i % 6 == 4) c.p = 0.25f;
+        if (i % 6 == 5) c.packed = 1 + i / 6 % 3;
+        c.alibi = i % 5 > 2 && c.softcap == 0.0f;
         apart_against_cpu(c);
     }
 }
@@ -890,6 +916,7 @@ static void test_table_of_options(void **state) {
         int64_t window = 0;
         float softcap = 0.0f;
         int packed = 0, kv_seq = 0, alibi = 0, bias = 0;
+        int whole = 0, first_query = 0, first_key = 0;
     } cases[] = {{"flash_64"}, /* a window of seq hides nothing */
                  {"flash_64", 141},
                  {"flash_64", 1000000},
@@ -906,7 +933,11 @@ static void test_table_of_options(void **state) {
                  {"flash_64_spans", 0, 0.0f, 0, 0, 1},
                  {"flash_64_spans", 20, 0.0f, 1, 0, 1},
                  {"plain", 0, 1.0f, 0, 0, 1}, /* the kernels do not know the slope of such a cap */
-                 {"plain", 0, 1.0f, 0, 0, 0, 1}};
+                 {"plain", 0, 1.0f, 0, 0, 0, 1},
+                 {"flash_64", 0, 0.0f, 0, 0, 0, 0, 423, 141, 141},       /* the queries' own keys */
+                 {"flash_64", 0, 0.0f, 0, 0, 0, 0, 423, 282, 141},       /* earlier keys, all of which are seen */
+                 {"flash_64_spans", 0, 0.0f, 0, 0, 0, 0, 423, 200, 100}, /* some of them */
+                 {"flash_64_spans", 200, 0.0f, 0, 0, 0, 0, 423, 282, 141}};
     static const float slope = 1.0f;
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
@@ -915,10 +946,12 @@ static void test_table_of_options(void **state) {
         size_t mark = mt_arena_mark(gpu);
         call k = call_new(&c, 1.0f);
         k.s.kv_seq = cases[i].kv_seq;
-        if (cases[i].alibi) k.s.scores.alibi = 1, k.s.alibi_slopes = &slope;
+        if (cases[i].whole) k.s.part = {cases[i].whole, 0, cases[i].first_query, cases[i].first_key};
+        if (cases[i].alibi) k.s.scores.alibi = 1, k.s.scores.alibi_slopes = &slope;
         if (cases[i].bias) k.s.bias.value = k.lse; /* not read */
         mt_attention_desc s = mti_attention_defaults(&k.s);
         mti_attention a = mti_attention_resolve(gpu, &s, k.out, k.lse);
+        mti_attention_simplify(&a.desc);
         mti_attention_fused(&a, k.qkv, mt_none());
         assert_string_equal(mti_attention_choose(&a, 90, 90, 0)->name, cases[i].name);
         a.dout = k.dout;
@@ -1134,6 +1167,7 @@ int main(void) {
         WITH_AND_WITHOUT_WGMMA(test_window_and_padding),
         WITH_AND_WITHOUT_WGMMA(test_alibi),
         WITH_AND_WITHOUT_WGMMA(test_keys_of_their_own),
+        WITH_AND_WITHOUT_WGMMA(test_parts),
         WITH_AND_WITHOUT_WGMMA(test_options_together),
         WITH_AND_WITHOUT_WGMMA(test_hidden_tiles_are_skipped),
         WITH_AND_WITHOUT_WGMMA(test_loads),

@@ -156,7 +156,7 @@ static call call_new(const config *c) {
         OK(mt_arena_tensor(gpu, MT_F32, 1, heads, &slopes));
         OK(mt_alibi_slopes(gpu, heads, 0, slopes));
         k.s.scores.alibi = 1;
-        k.s.alibi_slopes = (const float *)slopes.data;
+        k.s.scores.alibi_slopes = (const float *)slopes.data;
     }
     k.table = mt_none();
     if (c->rotary != NO_ROTARY) {
@@ -342,9 +342,9 @@ static floats on_cpu(const config *c, const call *k, const floats &qkv, const fl
     mt_attention_desc s = k->s;
     mt_kv_cache cache = k->cache;
     if (s.lengths) s.lengths = k->added;
-    if (s.alibi_slopes) {
-        host_slopes = download(mt_tensor_f32((float *)s.alibi_slopes, 1, c->groups * c->per_group));
-        s.alibi_slopes = host_slopes.data();
+    if (s.scores.alibi_slopes) {
+        host_slopes = download(mt_tensor_f32((float *)s.scores.alibi_slopes, 1, c->groups * c->per_group));
+        s.scores.alibi_slopes = host_slopes.data();
     }
     cache.lengths = k->held;
     cache.keys = mt_tensor_f32((float *)keys.data(), k->cache.keys.rows, c->dim);

@@ -1138,8 +1138,14 @@ static mt_status run_biased_attention_backward(mt_context *c, const mt_tensor *v
     return mt_attention_backward(c, &s, v[0], v[3], v[2], v[4], v[5]);
 }
 
+static mt_status run_merge(mt_context *c, const mt_tensor *v) { return mt_attention_merge(c, v[0], v[1], v[2], v[3]); }
+
 static void test_attention(void **state) {
     static const operation list[] = {
+        {"mt_attention_merge",
+         run_merge,
+         {IN("out", 18, 24), F32("lse", 4, 18), IN("part_out", 18, 24), F32("part_lse", 4, 18)},
+         {{0, 0}}},
         {"mt_attention_forward",
          run_attention,
          {IN("qkv", 18, 48), OUT("out", 18, 24), F32_OUT("lse", 4, 18)},

@@ -150,7 +150,7 @@ static void attend(const cached *c, int64_t b, int64_t a, int64_t i, double *out
     for (p = first; p <= position; p++) {
         for (w[p] = 0, d = 0; d < s->head_dim; d++) w[p] += scale * q[d] * c->keys[(row + p) * s->head_dim + d];
         if (cap > 0) w[p] = cap * tanh(w[p] / cap);
-        if (s->alibi_slopes) w[p] -= (double)s->alibi_slopes[a] * (double)(position - p);
+        if (s->scores.alibi_slopes) w[p] -= (double)s->scores.alibi_slopes[a] * (double)(position - p);
         top = fmax(top, w[p]);
     }
     for (d = 0; d < s->head_dim; d++) out[d] = 0;
@@ -234,7 +234,7 @@ static void test_operators_like_double_precision(void **state) {
         if (base > 0 && i % 4 == 1) s.scores.rotary_dim = s.head_dim / 2 / 2 * 2;
         if (i % 4 == 2) s.scores.window = 1 + (int64_t)(i % 23);
         if (i % 7 == 3) s.scores.softcap = 0.75f;
-        if (i % 5 == 2) s.scores.alibi = 1, s.alibi_slopes = slopes;
+        if (i % 5 == 2) s.scores.alibi = 1, s.scores.alibi_slopes = slopes;
         if (i % 11 == 4) s.scores.scale = 0.3f;
         try_cache(s, max_seqs[i / 6 % 4], types[i / 24 % 3], base);
         n++;

@@ -753,7 +753,7 @@ static mt_status alike_calls(mt_context *ctx, const mt_grid *g, alike fault, int
     mt_cross_entropy_shard_desc vocabulary = {.vocab = 20, .first_col = 10 * g->tp_rank};
     int32_t ids[12] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8};
     s.scores.alibi = 1;
-    s.alibi_slopes = (const float *)t->slopes.data;
+    s.scores.alibi_slopes = (const float *)t->slopes.data;
     s.scores.mask = fault == UNLIKE_MASKS && odd ? MT_MASK_BIDIRECTIONAL : MT_MASK_CAUSAL;
     MT_TRY(mt_upload(ctx, ids + (same ? 0 : 6 * g->dp_rank), t->tokens));
     MT_TRY(mt_upload(ctx, ids + (by_heart ? 0 : 5 * g->dp_rank) + (fault == UNLIKE_TARGETS && odd), t->targets));

@@ -645,7 +645,7 @@ static mt_status tokens_to_heads(run *r) {
     d.cu_seqlens = ends;
     d.documents = 2;
     d.scores.alibi = 1;
-    d.alibi_slopes = slopes.data;
+    d.scores.alibi_slopes = slopes.data;
     MT_TRY(mt_alibi_slopes(r->ctx, HEADS, r->rank * slopes.cols, slopes));
     MT_TRY(mt_gather_from_sequence_region(r->ctx, r->tp, x, all));
     MT_TRY(mt_scatter_to_tensor_region(r->ctx, r->tp, all, mine));

@@ -199,6 +199,8 @@ static mt_status run_dot_product_backward(const call *c) {
 RUN(run_rotary_table, mt_rotary_table(c->ctx, 100.0f, T(0)))
 
 /* variant: 1: backward */
+static mt_status run_merge(const call *c) { return mt_attention_merge(c->ctx, T(0), T(1), T(2), T(3)); }
+
 static mt_status run_rotary(const call *c) {
     mt_attention_desc d = attention_of(c, 0, QKV, T(1).rows);
     return c->variant ? mt_rotary_backward(c->ctx, &d, T(1), T(0)) : mt_rotary_forward(c->ctx, &d, T(1), T(0));
@@ -622,6 +624,7 @@ static const entry entries[] = {
      "like q, dk out 16x4 like k, dv out 16x4 like v, bias in 48x8 optional, dbias sum 48x8 optional like bias",
      "Rrc", NULL},
     {"mt_rotary_table", TENSOR, 0, run_rotary_table, "table out 5x6", "R", NULL},
+    OP("mt_attention_merge", TENSOR, 0, run_merge, "out inout 6x8, lse inout 4x6, part_out in 6x8, part_lse in 4x6"),
     OP("mt_rotary_forward", TENSOR, 0, run_rotary, "qkv inout 8x16, table in 4x2"),
     OP("mt_rotary_backward", TENSOR, 1, run_rotary, "dqkv inout 8x16, table in 4x2"),
     OP("mt_rotary_forward", DATA, 0, run_rotary, "qkv inout 8x16, table in 4x2"),

@@ -434,7 +434,7 @@ static mt_attention_desc mti_attention_desc(const mt_self_attention *a, const mt
                                              a->head_dim, a->desc.qkv_layout, batch);
     mti_attention_dropout(&s, mt_batch_dropout(batch, training ? a->desc.dropout : 0.0f, a->desc.layer_number, 0));
     s.scores = a->desc.scores;
-    s.alibi_slopes = (const float *)a->alibi_slopes.data;
+    s.scores.alibi_slopes = (const float *)a->alibi_slopes.data;
     return s;
 }
 
@@ -571,7 +571,7 @@ static mt_attention_desc mti_attention_shard(const mt_attention_desc *whole, int
     s.groups = mt_min(each, whole->groups - *first);
     s.dropout.at.first_col += *first * s.heads_per_group;
     s.bias.first_head += *first * s.heads_per_group;
-    if (s.alibi_slopes) s.alibi_slopes += *first * s.heads_per_group;
+    if (s.scores.alibi_slopes) s.scores.alibi_slopes += *first * s.heads_per_group;
     return s;
 }
 

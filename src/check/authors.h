@@ -71,6 +71,7 @@ typedef struct mt_place {
     const char *what;                          /* what depends on the place, as in "random words" */
     uint64_t seed, subsequence;                /* see mt_random; 0: the call takes no random words */
     int64_t vocab;                             /* columns of all ranks that are no padding; 0: not known */
+    int sequences;                             /* 1: rows are sequences, of which ranks of "context" have parts */
 } mt_place;
 
 /* Checks that a place fits the placements of t, operand `name` of a call. Where ranks have rows or columns of their

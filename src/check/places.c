@@ -55,6 +55,9 @@ MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *
     if (k.some_columns) whole = 0;
     for (g = 0; g < ctx->checker->count && !(k.zero && !k.parameter); g++) {
         int by_rows = k.may[g] == 1 << MT_SPLIT_ROWS, by_cols = k.may[g] == 1 << MT_SPLIT_COLS;
+        if (by_rows && place->sequences && mti_has_tokens(&ctx->checker->axes[g]) &&
+            !mti_is_data(&ctx->checker->axes[g]))
+            continue;
         if (by_rows || by_cols) MT_TRY(mti_place_split(ctx, where, field, name, &k, g, place));
         if (!by_rows && (k.may[g] & MTI_SPLIT_PLACEMENTS)) whole = 0;
         if (!(k.may[g] & MTI_SPLIT_PLACEMENTS)) alike = 1;

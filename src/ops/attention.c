@@ -33,8 +33,8 @@ static mt_arg mti_bias_arg(mt_attention_desc *s) {
     mt_arg arg;
     arg.name = "bias";
     arg.view = &s->bias.value;
-    arg.rows = s->bias.batch * s->bias.heads * s->seq;
-    arg.cols = s->kv_seq;
+    arg.rows = s->bias.batch * s->bias.heads * s->part.seq;
+    arg.cols = s->part.kv_seq;
     arg.type = s->bias.value.dtype == MT_U8 ? MT_ARG_ANY : MT_ARG_FLOAT;
     arg.use = MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS;
     return arg;
@@ -60,8 +60,8 @@ static void mti_attention_operands(mti_operator *op, mt_context *ctx, const mti_
                              mti_attention_width(s),
                              out_width,
                              heads,
-                             s->bias.batch * s->bias.heads * s->seq,
-                             s->kv_seq,
+                             s->bias.batch * s->bias.heads * s->part.seq,
+                             s->part.kv_seq,
                              s->batch * s->kv_seq,
                              s->groups * s->head_dim};
     mti_operands(op, ctx, table, views, sizes);
@@ -84,6 +84,13 @@ static mt_status mti_attention_desc_check(mt_context *ctx, const char *where, co
     if (fused && s->kv_seq != s->seq)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: kv_seq is %lld, must be 0 or seq %lld in a fused qkv", where,
                        (long long)s->kv_seq, (long long)s->seq);
+    if (fused && (s->part.first_key != s->part.first_query || s->part.kv_seq != s->part.seq))
+        return mt_fail(
+            ctx, MT_ERR_SHAPE,
+            "%s: part has the keys from %lld of %lld on, must be those of the queries, from %lld of %lld on, "
+            "in a fused qkv",
+            where, (long long)s->part.first_key, (long long)s->part.kv_seq, (long long)s->part.first_query,
+            (long long)s->part.seq);
     return mti_expect_attention(ctx, where, s);
 }
 
@@ -97,7 +104,7 @@ static double mti_cut_sum(double first, double count, double top) {
 /* The number of scores of a head and a sequence: for the query at position p, the keys from p - window + 1 to p or, in
    both directions, to p + window - 1. */
 static double mti_scores(const mt_attention_desc *s) {
-    double queries = (double)s->seq, keys = (double)s->kv_seq, first = keys - queries,
+    double queries = (double)s->seq, keys = (double)s->kv_seq, first = (double)mti_key_of_query(s),
            window = (double)s->scores.window;
     double all = queries * keys;
     if (s->scores.mask == MT_MASK_CAUSAL) all = mti_cut_sum(first + 1, queries, keys);
@@ -128,14 +135,15 @@ static mt_status mti_attention_agree(mt_context *ctx, const char *where, const m
     MT_TRY(mti_numbers_agree(ctx, where, "scale", mt_none(), 1, 1, (double)s->scores.scale));
     MT_TRY(mti_numbers_agree(ctx, where, "lengths", t, 0, 2, (double)(s->lengths != NULL),
                              (double)(s->cu_seqlens != NULL)));
-    MT_TRY(mti_numbers_agree(ctx, where, "seq or kv_seq", t, 0, 2, (double)s->seq, (double)s->kv_seq));
+    MT_TRY(mti_numbers_agree(ctx, where, "seq or kv_seq", t, 0, 4, (double)s->seq, (double)s->kv_seq,
+                             (double)s->part.seq, (double)s->part.kv_seq));
     MT_TRY(mti_numbers_agree(ctx, where, "a number of desc", mt_none(), 1, 5, (double)s->scores.softcap,
                              (double)s->head_dim, (double)s->qkv_layout, (double)s->scores.rotary_form,
-                             (double)(s->alibi_slopes != NULL)));
+                             (double)(s->scores.alibi_slopes != NULL)));
     MT_TRY(mt_check_side(ctx, where, "lengths", mt_tensor_make(s->lengths, MT_I32, s->batch, 1), t, MT_SPLIT_ROWS, 1));
     MT_TRY(mt_check_side(ctx, where, "cu_seqlens", mt_tensor_make(s->cu_seqlens, MT_I32, documents, 1), t,
                          MT_SPLIT_ROWS, 1));
-    return mt_check_side(ctx, where, "alibi_slopes", mt_tensor_make(s->alibi_slopes, MT_F32, 1, heads), t,
+    return mt_check_side(ctx, where, "alibi_slopes", mt_tensor_make(s->scores.alibi_slopes, MT_F32, 1, heads), t,
                          MT_SPLIT_COLS, 0);
 }
 
@@ -175,6 +183,11 @@ static const mti_table mti_attention_backward_table = {"mt_attention_backward",
     {"dqkv", "AB", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_GRADIENT | MTI_AS_IS, "*"},
     {"dbias", "EF", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_GRADIENT | MT_ARG_OPTIONAL, "*"}}};
 
+/* With part, the tokens of a rank may be some of a sequence over any group. [backward] */
+static const mt_rule mti_attention_part_rules[2] = {
+    {"qkv out lse bias", "RRRR ccrR ccrr rrcR", "rrcR rrcr"},
+    {"qkv lse out dout dqkv(qkv) bias dbias(bias)", "RRRRRRR crcccRP crcccrr RRRPPRP rcrrrRP", "rcrrrRP rcrrrrr"}};
+
 /* The rules of these two depend on the desc: mti_dot_product_rule. */
 static const mti_table mti_dot_product_attention_forward_table = {"mt_dot_product_attention_forward",
     {NULL, NULL, NULL}, {
@@ -210,9 +223,11 @@ MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *
     mti_attention_operands(&op, ctx, &mti_attention_forward_table, views, &s, 3, 0);
     MT_TRY(mti_check(&op));
     MT_TRY(mti_expect_qkv_parts(ctx, op.name, &s, "qkv", qkv));
+    if (mti_has_part(&s)) op.rule = &mti_attention_part_rules[0];
     MT_TRY(mti_begin(&op));
     MT_TRY(mti_expect_head_masks(&op, "out", out, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
+    mti_attention_simplify(&a.desc);
     mti_attention_fused(&a, qkv, mt_none());
     mti_attention_work(&op, &s, 2);
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 0), mti_attention_loop(&op, &a, 0)));
@@ -229,9 +244,11 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
     MT_TRY(mti_expect_dbias(ctx, op.name, &s));
     MT_TRY(mti_check(&op));
     MT_TRY(mti_expect_qkv_parts(ctx, op.name, &s, "qkv", qkv));
+    if (mti_has_part(&s)) op.rule = &mti_attention_part_rules[1];
     MT_TRY(mti_begin(&op));
     MT_TRY(mti_expect_head_masks(&op, "dqkv", dqkv, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
+    mti_attention_simplify(&a.desc);
     a.dout = dout;
     mti_attention_fused(&a, qkv, dqkv);
     mti_attention_work(&op, &s, 4);
@@ -242,29 +259,35 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
    its heads (o). With one group all ranks may use it, with a share of the queries each (w; multi-query attention, arXiv
    1911.02150). With more groups the queries of a rank would not meet their own group. Or each rank has the queries of
    its own tokens: when no position counts, they see all keys (a). Otherwise the last key must be that of the rank's
-   last query (k). Dropout cannot number the rows of such queries.
-   [one group][the ranks' own queries: none, of all keys, of the first keys][backward] */
+   last query (k). Dropout cannot number the rows of such queries. With part, a rank
+   may have any queries and keys, and the bias has those of whole sequences.
+   [one group][the ranks' own queries: none, of all keys, of the first keys, with part][backward] */
 #define MTI_HEADS_FORWARD "RRRRRR ccccrR ccccrr coocrR coocrr"
 #define MTI_HEADS_BACKWARD "RRRRRRRRRRR cccrcccccRP cccrcccccrr RRRRRPPPPRP coorcccooRP coorcccoorr"
 #define MTI_HEADS_OF_ALL_FORWARD MTI_HEADS_FORWARD " cwwcrR cwwcrr"
 #define MTI_HEADS_OF_ALL_BACKWARD MTI_HEADS_BACKWARD " cwwrcccPPRP cwwrcccPPrr"
+#define MTI_PART_FORWARD " raarcR rrrrcR"
+#define MTI_PART_BACKWARD " raacrrrPPRP rrrcrrrrrRP"
 #define MTI_DOT_PRODUCT_RULES(forward, backward)                                                                       \
     {                                                                                                                  \
         {"q k v out lse bias", forward, "rrrrcR rrrrcr"}, {                                                            \
             "q k v lse out dout dq(q) dk(k) dv(v) bias dbias(bias)", backward, "rrrcrrrrrRP rrrcrrrrrrr"               \
         }                                                                                                              \
     }
-static const mt_rule mti_dot_product_rules[2][3][2] = {
+static const mt_rule mti_dot_product_rules[2][4][2] = {
     {MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD, MTI_HEADS_BACKWARD),
      MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD " raarcr", MTI_HEADS_BACKWARD " raacrrrPPrr"),
-     MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD " rkkrcr", MTI_HEADS_BACKWARD " rkkcrrrPPrr")},
+     MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD " rkkrcr", MTI_HEADS_BACKWARD " rkkcrrrPPrr"),
+     MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD MTI_PART_FORWARD, MTI_HEADS_BACKWARD MTI_PART_BACKWARD)},
     {MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD, MTI_HEADS_OF_ALL_BACKWARD),
      MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD " raarcr", MTI_HEADS_OF_ALL_BACKWARD " raacrrrPPrr"),
-     MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD " rkkrcr", MTI_HEADS_OF_ALL_BACKWARD " rkkcrrrPPrr")}};
+     MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD " rkkrcr", MTI_HEADS_OF_ALL_BACKWARD " rkkcrrrPPrr"),
+     MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD MTI_PART_FORWARD, MTI_HEADS_OF_ALL_BACKWARD MTI_PART_BACKWARD)}};
 
 static const mt_rule *mti_dot_product_rule(const mt_attention_desc *s, int backward) {
-    int by_position = s->scores.mask == MT_MASK_CAUSAL || s->scores.window || s->alibi_slopes;
+    int by_position = s->scores.mask == MT_MASK_CAUSAL || s->scores.window || s->scores.alibi_slopes;
     int own = s->dropout.p > 0.0f || s->cu_seqlens ? 0 : !by_position ? 1 : s->batch == 1 ? 2 : 0;
+    if (mti_has_part(s)) own = 3;
     return &mti_dot_product_rules[s->groups == 1][own][backward];
 }
 
@@ -281,6 +304,7 @@ MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_atte
     MT_TRY(mti_begin(&op));
     MT_TRY(mti_expect_head_masks(&op, "out", out, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
+    mti_attention_simplify(&a.desc);
     a.q = q, a.k = k, a.v = v;
     mti_attention_work(&op, &s, 2);
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 0), mti_attention_loop(&op, &a, 0)));
@@ -301,6 +325,7 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
     MT_TRY(mti_begin(&op));
     MT_TRY(mti_expect_head_masks(&op, "dq", dq, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
+    mti_attention_simplify(&a.desc);
     a.q = q, a.k = k, a.v = v;
     a.dout = dout;
     a.dq = dq, a.dk = dk, a.dv = dv;

@@ -53,9 +53,11 @@ typedef struct mt_scores_desc {
        ALiBi and the bias. 0: none */
     float softcap;
     /* 1: ALiBi (arXiv 2108.12409) adds -m * |p - j| to the score of a query at position p and a key at position j,
-       where m is the slope of the head, see mt_alibi_slopes. Operators read the slopes from
-       mt_attention_desc.alibi_slopes */
+       where m is the slope of the head, see mt_alibi_slopes */
     int alibi;
+    /* For operators: with alibi the slopes of the query heads of the call, at least 0, on the context's device; without
+       it NULL (MT_ERR_ARGUMENT). Layers compute the slopes: in their desc it must be NULL */
+    const float *alibi_slopes;
     float scale; /* factor of the products of queries and keys; MT_ZERO: 0; 0: 1 / sqrt(features of a head) */
 } mt_scores_desc;
 
@@ -72,6 +74,17 @@ typedef struct mt_attention_bias {
     int64_t heads;      /* 1: all heads share the bias; otherwise the number of heads in it; 0: 1 */
     int64_t first_head; /* must be 0 in mt_batch, whose bias has the heads of the whole model (MT_ERR_ARGUMENT) */
 } mt_attention_bias;
+
+/* Which part of whole sequences a call has, such as that of a context rank: the queries [first_query, first_query +
+   desc.seq) and the keys [first_key, first_key + desc.kv_seq) of sequences of `seq` queries and `kv_seq` keys. With all
+   fields 0 a call has whole sequences. Everything that counts tokens then counts those of whole sequences: the mask,
+   the window and ALiBi, lengths, cu_seqlens, the element numbers of dropout, and the rows and columns of the bias. The
+   results for some keys are merged with those for others by mt_attention_merge. */
+typedef struct mt_attention_part {
+    int64_t seq;    /* queries of a whole sequence; 0: the call has whole sequences */
+    int64_t kv_seq; /* keys of a whole sequence; 0: seq */
+    int64_t first_query, first_key;
+} mt_attention_part;
 
 /* The sizes and options of scaled dot-product attention. Query heads form `groups` query groups. A group has
    heads_per_group query heads that share one key/value head. heads_per_group is 1 for MHA and more for GQA (arXiv
@@ -98,9 +111,6 @@ typedef struct mt_attention_desc {
        same position. The mask, the window and ALiBi use this position, and element numbers of dropout count kv_seq keys
        for each query. */
     int64_t kv_seq;
-    /* With scores.alibi the slopes of the query heads of this call, at least 0, on the context's device; without it
-       NULL (MT_ERR_ARGUMENT) */
-    const float *alibi_slopes;
     /* Packed sequences: the batch * seq tokens are `documents` documents, one after the other, and a query sees only
        keys of its own document. Document d has the tokens [cu_seqlens[d], cu_seqlens[d + 1]), so the array has
        documents + 1 ascending numbers, from 0 to batch * seq, on the context's device. A document also ends at the end
@@ -109,6 +119,7 @@ typedef struct mt_attention_desc {
     const int32_t *cu_seqlens;
     int64_t documents;
     mt_attention_bias bias; /* or a boolean mask; it is added to the scores */
+    mt_attention_part part; /* with other than whole sequences */
 } mt_attention_desc;
 
 /* Attention of queries q to keys k and values v: self-attention, cross-attention, or attention to earlier keys.
@@ -147,7 +158,7 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
                                                    mt_tensor dout, mt_tensor dq, mt_tensor dk, mt_tensor dv);
 
 /* slopes [1, n], MT_F32, becomes the slopes of the heads first_head to first_head + n - 1 of a model with `heads`
-   heads, for mt_attention_desc.alibi_slopes. When `heads` is a power of 2, head h has the slope 2^(-8 (h + 1) / heads)
+   heads, for mt_scores_desc.alibi_slopes. When `heads` is a power of 2, head h has the slope 2^(-8 (h + 1) / heads)
    (arXiv 2108.12409). Otherwise let m be the largest power of 2 below `heads`. The first m heads have the slopes of a
    model with m heads. Head m + k has the slope of head 2 k of a model with 2 m heads, as in the code of that paper.
    MT_ERR_ARGUMENT: heads is not in [1, 2^31), or the n heads are not in [0, heads). */

@@ -25,17 +25,17 @@ static int mti_flash_fits_gradients(const mti_attention *a) {
            mt_tensor_ld(a->dk) == mt_tensor_ld(a->dv);
 }
 
-/* Whether a call needs the kernels with SPANS. A window of at least seq hides nothing. */
+/* Whether a call needs the kernels with SPANS. */
 static int mti_flash_needs_spans(const mt_attention_desc *s) {
-    return (s->scores.window > 0 && s->scores.window < s->seq) || s->scores.softcap > 0.0f || s->cu_seqlens ||
-           s->alibi_slopes || s->kv_seq != s->seq;
+    return s->scores.window > 0 || s->scores.softcap > 0.0f || s->cu_seqlens || s->scores.alibi_slopes ||
+           s->kv_seq != s->seq || (s->scores.mask == MT_MASK_CAUSAL && mti_key_of_query(s) != 0);
 }
 
 /* Whether the kernels know everything that changes a score. With a soft cap they multiply by scale / softcap, and by
    softcap / ln 2, which must be finite, and with ALiBi by slopes / scale. They have no derivative of a soft cap below
    ALiBi. */
 static int mti_flash_fits_scores(const mt_attention_desc *s) {
-    if (s->alibi_slopes && (s->scores.softcap > 0.0f || s->scores.scale < 1e-6f)) return 0;
+    if (s->scores.alibi_slopes && (s->scores.softcap > 0.0f || s->scores.scale < 1e-6f)) return 0;
     return !s->bias.value.data &&
            (s->scores.softcap == 0.0f || (s->scores.softcap < 1e30f && s->scores.scale / s->scores.softcap < 1e30f));
 }

@@ -203,8 +203,10 @@ static void mti_attention_change_row(const mti_attention *a, const mti_head *h, 
     int64_t row = mti_bias_row(s, h->batch, h->head, i), j;
     float room[MTI_KEYS];
     if (s->scores.softcap > 0.0f) mti_attention_cap_row(s->scores.softcap, x, slopes, n);
-    if (s->alibi_slopes) mti_attention_alibi_row(s->alibi_slopes[h->head], i + s->kv_seq - s->seq, first, x, n);
+    if (s->scores.alibi_slopes)
+        mti_attention_alibi_row(s->scores.alibi_slopes[h->head], i + mti_key_of_query(s), first, x, n);
     if (!s->bias.value.data) return;
+    first += s->part.first_key;
     if (s->bias.value.dtype == MT_U8) {
         const uint8_t *seen = (const uint8_t *)s->bias.value.data + row * mt_tensor_ld(s->bias.value) + first;
         for (j = 0; j < n; j++)
@@ -215,7 +217,8 @@ static void mti_attention_change_row(const mti_attention *a, const mti_head *h, 
 /* The global element number of the probability of query i and key 0. */
 static int64_t mti_probability_element(const mti_attention *a, const mti_head *h, int64_t i) {
     const mt_attention_desc *s = &a->desc;
-    return (mti_random_element(s->dropout.at, h->batch, h->head) * s->seq + i) * s->kv_seq;
+    int64_t query = mti_random_element(s->dropout.at, h->batch, h->head) * s->part.seq + s->part.first_query + i;
+    return query * s->part.kv_seq + s->part.first_key;
 }
 
 static void mti_words_to_factors(const uint32_t *words, uint32_t threshold, float scale, float *factors, int64_t n) {
@@ -448,7 +451,7 @@ static void mti_scores_backward_row(const mti_attention *a, const mti_head *h, i
     mti_span_pad(d, seen, 0.0f);
     if (s->dropout.p > 0.0f) mti_attention_drop_row(factors, x, n);
     if (s->bias.grad.data) {
-        dbias = mti_at(s->bias.grad, mti_bias_row(s, h->batch, h->head, i), first);
+        dbias = mti_at(s->bias.grad, mti_bias_row(s, h->batch, h->head, i), s->part.first_key + first);
         mti_row_add(dbias, dx, dbias, n);
     }
     for (j = 0; s->scores.softcap > 0.0f && j < n; j++) dx[j] *= slopes[j];

@@ -446,9 +446,9 @@ static int mti_cudnn_takes(const mti_attention *a, int capability) {
     const mt_attention_desc *s = &a->desc;
     return capability >= 80 && !a->dout.data && (a->q.dtype == MT_BF16 || a->q.dtype == MT_F16) &&
            s->head_dim % MTI_VECTOR == 0 && s->head_dim <= MTI_CUDNN_DIM && s->seq > 1 && s->kv_seq == s->seq &&
-           s->scores.scale > 0.0f && s->scores.softcap == 0.0f &&
-           (s->scores.window == 0 || s->scores.window >= s->seq) && s->dropout.p == 0.0f && !s->lengths &&
-           !s->cu_seqlens && !s->alibi_slopes && !s->bias.value.data && !mt_context_invariant(a->ctx) &&
+           s->scores.scale > 0.0f && s->scores.softcap == 0.0f && s->scores.window == 0 &&
+           (s->scores.mask != MT_MASK_CAUSAL || mti_key_of_query(s) == 0) && s->dropout.p == 0.0f && !s->lengths &&
+           !s->cu_seqlens && !s->scores.alibi_slopes && !s->bias.value.data && !mt_context_invariant(a->ctx) &&
            mti_cudnn_takes_heads(a) && mti_cudnn_takes_view(a, a->q) && mti_cudnn_takes_view(a, a->k) &&
            mti_cudnn_takes_view(a, a->v) && mti_cudnn_takes_view(a, a->out);
 }

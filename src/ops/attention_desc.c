@@ -5,8 +5,33 @@
 #include "dropout.c"
 #include "../comm/context.c"
 
+/* Checks that the queries or keys of a call are a part of whole sequences. */
+static mt_status mti_expect_part_of(mt_context *ctx, const char *where, const char *first, int64_t from,
+                                    const char *name, int64_t count, const char *whole, int64_t all) {
+    MT_TRY(mt_check_size(ctx, where, NULL, first, from, 0, INT_MAX));
+    if (from + count <= all) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s %lld + %s %lld is more than %s %lld", where, first, (long long)from, name,
+                   (long long)count, whole, (long long)all);
+}
+
+static mt_status mti_expect_part(mt_context *ctx, const char *where, const mt_attention_desc *s) {
+    const mt_attention_part *p = &s->part;
+    const int64_t keys = s->kv_seq ? s->kv_seq : s->seq;
+    MT_TRY(mt_check_size(ctx, where, NULL, "part.seq", p->seq, 0, INT_MAX));
+    MT_TRY(mt_check_size(ctx, where, NULL, "part.kv_seq", p->kv_seq, 0, INT_MAX));
+    if (p->seq == 0 && (p->kv_seq != 0 || p->first_query != 0 || p->first_key != 0))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: part.seq is 0, but another field of part is set", where);
+    if (p->seq == 0) return MT_SUCCESS;
+    MT_TRY(mti_expect_part_of(ctx, where, "part.first_query", p->first_query, "seq", s->seq, "part.seq", p->seq));
+    return p->kv_seq
+               ? mti_expect_part_of(ctx, where, "part.first_key", p->first_key, "kv_seq", keys, "part.kv_seq",
+                                    p->kv_seq)
+               : mti_expect_part_of(ctx, where, "part.first_key", p->first_key, "kv_seq", keys, "part.seq", p->seq);
+}
+
 /* Checks the sizes in desc, and that the shapes of the argument tables below do not overflow. */
 static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_attention_desc *s) {
+    int64_t longest;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!s) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc is NULL", where);
     MT_TRY(mt_check_size(ctx, where, NULL, "batch", s->batch, 0, INT64_MAX));
@@ -15,9 +40,11 @@ static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_a
     MT_TRY(mt_check_size(ctx, where, NULL, "heads_per_group", s->heads_per_group, 1, INT64_MAX - 2));
     MT_TRY(mt_check_size(ctx, where, NULL, "head_dim", s->head_dim, 1, INT64_MAX));
     MT_TRY(mt_check_size(ctx, where, NULL, "kv_seq", s->kv_seq, 0, INT_MAX));
-    if (mt_size_mul(s->batch, mt_max(s->seq, s->kv_seq)) < 0)
+    MT_TRY(mti_expect_part(ctx, where, s));
+    longest = mt_max(mt_max(s->seq, s->kv_seq), mt_max(s->part.seq, s->part.kv_seq));
+    if (mt_size_mul(s->batch, longest) < 0)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: a batch of %lld sequences of %lld tokens has too many tokens", where,
-                       (long long)s->batch, (long long)mt_max(s->seq, s->kv_seq));
+                       (long long)s->batch, (long long)longest);
     if (mt_size_mul(mt_size_mul(s->groups, s->heads_per_group + 2), s->head_dim) < 0)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld groups of %lld heads of %lld features have too many columns", where,
                        (long long)s->groups, (long long)s->heads_per_group, (long long)s->head_dim);
@@ -54,11 +81,23 @@ static int64_t mti_attention_width(const mt_attention_desc *s) {
     return s->groups * (s->heads_per_group + 2) * s->head_dim;
 }
 
+/* Whether a desc without defaults has other than whole sequences. */
+static int mti_has_part(const mt_attention_desc *s) { return s->part.seq != s->seq || s->part.kv_seq != s->kv_seq; }
+
+/* Sets the part of a call that has whole sequences. */
+static void mti_attention_whole(mt_attention_desc *s) {
+    memset(&s->part, 0, sizeof s->part);
+    s->part.seq = s->seq;
+    s->part.kv_seq = s->kv_seq;
+}
+
 /* Sets the fields whose 0 means another number. */
 static mt_attention_desc mti_attention_defaults(const mt_attention_desc *desc) {
     mt_attention_desc s = *desc;
     if (s.kv_seq == 0) s.kv_seq = s.seq;
-    s.scores.window = mt_min(s.scores.window, s.seq + s.kv_seq); /* hides nothing; a larger one could overflow below */
+    if (s.part.seq == 0) mti_attention_whole(&s);
+    if (s.part.kv_seq == 0) s.part.kv_seq = s.part.seq;
+    s.scores.window = mt_min(s.scores.window, s.part.seq + s.part.kv_seq); /* hides nothing; it must not overflow */
     if (s.bias.batch == 0) s.bias.batch = 1;
     if (s.bias.heads == 0) s.bias.heads = 1;
     s.scores.scale = mt_or_default(s.scores.scale, (float)(1.0 / sqrt((double)s.head_dim)));
@@ -69,9 +108,9 @@ static mt_status mti_expect_lengths(mt_context *ctx, const char *where, const mt
     int64_t b;
     if (!s->lengths || mt_context_device(ctx) != MT_DEVICE_CPU) return MT_SUCCESS;
     for (b = 0; b < s->batch; b++)
-        if (s->lengths[b] < 0 || s->lengths[b] > s->kv_seq)
+        if (s->lengths[b] < 0 || s->lengths[b] > s->part.kv_seq)
             return mt_fail(ctx, MT_ERR_DATA, "%s: lengths[%lld] is %ld, must be in [0, %lld]", where, (long long)b,
-                           (long)s->lengths[b], (long long)s->kv_seq);
+                           (long)s->lengths[b], (long long)s->part.kv_seq);
     return MT_SUCCESS;
 }
 
@@ -95,10 +134,10 @@ static mt_status mti_expect_cu_seqlens(mt_context *ctx, const char *where, const
 
 /* s has no defaults left. */
 static mt_status mti_expect_documents(mt_context *ctx, const char *where, const mt_attention_desc *s) {
-    int64_t tokens = s->batch * s->seq;
-    if (s->cu_seqlens && s->kv_seq != s->seq)
+    int64_t tokens = s->batch * s->part.seq;
+    if (s->cu_seqlens && s->part.kv_seq != s->part.seq)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: with cu_seqlens, kv_seq %lld must be seq %lld", where,
-                       (long long)s->kv_seq, (long long)s->seq);
+                       (long long)s->part.kv_seq, (long long)s->part.seq);
     return mti_expect_cu_seqlens(ctx, where, s->cu_seqlens, s->documents, tokens, tokens);
 }
 
@@ -113,9 +152,9 @@ static mt_status mti_expect_bias(mt_context *ctx, const char *where, const mt_at
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "%s: bias.heads is %lld, must be 1 or at least bias.first_head %lld + %lld heads", where,
                        (long long)s->bias.heads, (long long)s->bias.first_head, (long long)heads);
-    if (mt_size_mul(mt_size_mul(mt_size_mul(s->bias.batch, s->bias.heads), s->seq), s->kv_seq) < 0)
+    if (mt_size_mul(mt_size_mul(mt_size_mul(s->bias.batch, s->bias.heads), s->part.seq), s->part.kv_seq) < 0)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias.batch %lld, bias.heads %lld, seq %lld: a bias has too many rows",
-                       where, (long long)s->bias.batch, (long long)s->bias.heads, (long long)s->seq);
+                       where, (long long)s->bias.batch, (long long)s->bias.heads, (long long)s->part.seq);
     if (s->bias.value.data && s->bias.value.dtype != MT_U8 && !mt_dtype_is_float(s->bias.value.dtype))
         return mt_fail(ctx, MT_ERR_DTYPE, "%s: bias is %s, must be f32, bf16 or f16, or u8 for a mask", where,
                        mt_dtype_name(s->bias.value.dtype));
@@ -138,13 +177,13 @@ MT_API mt_status mt_scores_check(mt_context *ctx, const char *function, const ch
 
 static mt_status mti_expect_slopes(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     int64_t heads = mti_attention_heads(s), h;
-    if (s->scores.alibi != (s->alibi_slopes != NULL))
+    if (s->scores.alibi != (s->scores.alibi_slopes != NULL))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: scores.alibi is %d, but alibi_slopes is %s", where, s->scores.alibi,
-                       s->alibi_slopes ? "set" : "NULL");
-    for (h = 0; s->alibi_slopes && mt_context_device(ctx) == MT_DEVICE_CPU && h < heads; h++)
-        if (!(s->alibi_slopes[h] >= 0.0f && s->alibi_slopes[h] <= FLT_MAX))
+                       s->scores.alibi_slopes ? "set" : "NULL");
+    for (h = 0; s->scores.alibi_slopes && mt_context_device(ctx) == MT_DEVICE_CPU && h < heads; h++)
+        if (!(s->scores.alibi_slopes[h] >= 0.0f && s->scores.alibi_slopes[h] <= FLT_MAX))
             return mt_fail(ctx, MT_ERR_DATA, "%s: alibi_slopes[%lld] is %g, must be at least 0", where, (long long)h,
-                           (double)s->alibi_slopes[h]);
+                           (double)s->scores.alibi_slopes[h]);
     return MT_SUCCESS;
 }
 
@@ -162,13 +201,14 @@ static mt_status mti_expect_attention(mt_context *ctx, const char *where, const 
     MT_TRY(mti_expect_scores(ctx, where, s));
     MT_TRY(mti_expect_dropout(ctx, where, s->dropout, s->batch, heads));
     if (s->dropout.p > 0.0f &&
-        mt_size_mul(mt_size_mul(mt_size_mul(s->dropout.at.first_row + s->batch, s->dropout.at.global_cols), s->seq),
-                    s->kv_seq) < 0)
+        mt_size_mul(
+            mt_size_mul(mt_size_mul(s->dropout.at.first_row + s->batch, s->dropout.at.global_cols), s->part.seq),
+            s->part.kv_seq) < 0)
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "%s: sequence %lld + %lld of %lld heads, seq %lld, kv_seq %lld: a probability has no 64-bit "
                        "element number",
                        where, (long long)s->dropout.at.first_row, (long long)s->batch,
-                       (long long)s->dropout.at.global_cols, (long long)s->seq, (long long)s->kv_seq);
+                       (long long)s->dropout.at.global_cols, (long long)s->part.seq, (long long)s->part.kv_seq);
     return mti_expect_lengths(ctx, where, s);
 }
 
@@ -184,32 +224,47 @@ MT_INLINE MT_HOST_DEVICE mti_span mti_span_of_both(mti_span a, int64_t first, in
     return a;
 }
 
-/* Narrows `all` to the tokens that are in one document with token i of sequence b. A binary search finds the last
-   document that begins at or before the token. */
-MT_INLINE MT_HOST_DEVICE mti_span mti_document_of(const mt_attention_desc *s, int64_t b, int64_t i, mti_span all) {
-    int64_t low = 0, high = s->documents, token = b * s->seq + i;
+/* Narrows `all` to the tokens that are in one document with the token at `position` in sequence b. The numbers of the
+   span count from the token `first` of the sequence on. A binary search finds the last document that begins at or
+   before the token. */
+MT_INLINE MT_HOST_DEVICE mti_span mti_document_of(const mt_attention_desc *s, int64_t b, int64_t position,
+                                                  int64_t first, mti_span all) {
+    int64_t low = 0, high = s->documents, token = b * s->part.seq + position;
     if (!s->cu_seqlens) return all;
     while (high - low > 1) {
         int64_t middle = low + (high - low) / 2;
         if (s->cu_seqlens[middle] <= token) low = middle;
         else high = middle;
     }
-    return mti_span_of_both(all, s->cu_seqlens[low] - b * s->seq, s->cu_seqlens[low + 1] - b * s->seq);
+    first += b * s->part.seq;
+    return mti_span_of_both(all, s->cu_seqlens[low] - first, s->cu_seqlens[low + 1] - first);
 }
 
-/* The position of token i of sequence b in its document, or in its sequence if the document began before it. It is in
-   [0, i], whatever cu_seqlens holds. */
+/* The position of token i of sequence b in its document, or in its sequence if the document began before it. It is at
+   least 0 and at most that in the sequence, whatever cu_seqlens holds. */
 MT_INLINE MT_HOST_DEVICE int64_t mti_document_position(const mt_attention_desc *s, int64_t b, int64_t i) {
-    mti_span all = {0, i};
-    all = mti_document_of(s, b, i, all);
-    return all.first < i ? i - all.first : 0;
+    int64_t position = s->part.first_query + i;
+    mti_span all = {0, position};
+    all = mti_document_of(s, b, position, 0, all);
+    return all.first < position ? position - all.first : 0;
 }
 
-/* The keys that query i of sequence b sees. `length` keys are no padding. */
+/* The number of the key at the position of query 0. It may be that of no key of the call. */
+MT_INLINE MT_HOST_DEVICE int64_t mti_key_of_query(const mt_attention_desc *s) {
+    return s->part.first_query + s->part.kv_seq - s->part.seq - s->part.first_key;
+}
+
+/* The keys of the call that are no padding, of which sequence b has `length` in all. */
+MT_INLINE MT_HOST_DEVICE int64_t mti_keys_here(const mt_attention_desc *s, int64_t length) {
+    length -= s->part.first_key;
+    return length < 0 ? 0 : length < s->kv_seq ? length : s->kv_seq;
+}
+
+/* The keys that query i of sequence b sees. `length` keys of the call are no padding. */
 MT_INLINE MT_HOST_DEVICE mti_span mti_keys_of(const mt_attention_desc *s, int64_t length, int64_t b, int64_t i) {
-    int64_t position = i + s->kv_seq - s->seq;
+    int64_t position = i + mti_key_of_query(s);
     mti_span all = {0, length};
-    all = mti_document_of(s, b, i, all);
+    all = mti_document_of(s, b, s->part.first_query + i, s->part.first_key, all);
     if (s->scores.mask == MT_MASK_CAUSAL) all = mti_span_of_both(all, 0, position + 1);
     return s->scores.window > 0 ? mti_span_of_both(all, position - s->scores.window + 1, position + s->scores.window)
                                 : all;
@@ -217,17 +272,17 @@ MT_INLINE MT_HOST_DEVICE mti_span mti_keys_of(const mt_attention_desc *s, int64_
 
 /* The queries that see key j of sequence b. */
 MT_INLINE MT_HOST_DEVICE mti_span mti_queries_of(const mt_attention_desc *s, int64_t length, int64_t b, int64_t j) {
-    int64_t i = j - (s->kv_seq - s->seq); /* the query at the key's position */
+    int64_t i = j - mti_key_of_query(s); /* the query at the key's position */
     mti_span all = {0, j < length ? s->seq : 0};
-    all = mti_document_of(s, b, j, all);
+    all = mti_document_of(s, b, s->part.first_key + j, s->part.first_query, all);
     if (s->scores.mask == MT_MASK_CAUSAL) all = mti_span_of_both(all, i, s->seq);
     return s->scores.window > 0 ? mti_span_of_both(all, i - s->scores.window + 1, i + s->scores.window) : all;
 }
 
-/* The row of desc.bias.value and desc.bias.grad for query i of a head of sequence b. */
+/* The row of desc.bias.value and desc.bias.grad for query i of a head of sequence b. Key j has column first_key + j. */
 MT_INLINE MT_HOST_DEVICE int64_t mti_bias_row(const mt_attention_desc *s, int64_t b, int64_t head, int64_t i) {
     int64_t sequence = s->bias.batch > 1 ? b : 0, of_head = s->bias.heads > 1 ? s->bias.first_head + head : 0;
-    return (sequence * s->bias.heads + of_head) * s->seq + i;
+    return (sequence * s->bias.heads + of_head) * s->part.seq + s->part.first_query + i;
 }
 
 /* A CPU computes the scores of MTI_QUERIES queries and MTI_KEYS keys at a time, a block that stays in L2. Both are
@@ -276,6 +331,13 @@ static mti_attention mti_attention_resolve(mt_context *ctx, const mt_attention_d
     a.kv_step = desc->head_dim;
     a.threads = 1;
     return a;
+}
+
+/* Leaves out a mask and a window that hide nothing, because kernels without them are faster. */
+static void mti_attention_simplify(mt_attention_desc *s) {
+    const int64_t nearest = mti_key_of_query(s) - (s->kv_seq - 1), farthest = mti_key_of_query(s) + s->seq - 1;
+    if (s->scores.mask == MT_MASK_CAUSAL && nearest >= 0) s->scores.mask = MT_MASK_BIDIRECTIONAL;
+    if (s->scores.window > farthest && s->scores.window > -nearest) s->scores.window = 0;
 }
 
 /* Returns the columns of t from `col` on. */
@@ -397,7 +459,7 @@ static mti_head mti_attention_head(const mti_attention *a, int64_t batch, int64_
     h.batch = batch;
     h.group = group;
     h.head = group * s->heads_per_group + member;
-    h.length = s->lengths ? s->lengths[batch] : s->kv_seq;
+    h.length = s->lengths ? mti_keys_here(s, s->lengths[batch]) : s->kv_seq;
     h.query = batch * s->seq;
     h.key = batch * s->kv_seq;
     h.q_col = group * a->q_step + member * s->head_dim;
@@ -476,7 +538,8 @@ static void mti_pack_rows(const mti_attention *a, mt_tensor t, int64_t row, int6
 /* Packs the keys and values of a group. */
 static void mti_attention_pack(const mti_attention *a, int64_t batch, int64_t group) {
     const mt_attention_desc *s = &a->desc;
-    int64_t n = s->kv_seq, row = batch * n, col = group * a->kv_step, length = s->lengths ? s->lengths[batch] : n;
+    int64_t n = s->kv_seq, row = batch * n, col = group * a->kv_step;
+    int64_t length = s->lengths ? mti_keys_here(s, s->lengths[batch]) : n;
     mti_pack_features(a, a->k, row, col, n, a->k_features);
     if (a->k_keys) mti_pack_rows(a, a->k, row, col, n, length, a->k_keys);
     if (a->v_features) mti_pack_features(a, a->v, row, col, n, a->v_features);

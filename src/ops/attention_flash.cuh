@@ -107,7 +107,7 @@ struct mti_flash {
     __device__ bool sees(int query, int key, int length) const { return key < length && (!causal() || key <= query); }
     /* the keys that the queries [first, first + MTI_FLASH_ROWS) see together */
     __device__ int keys(int64_t b, int first) const {
-        int length = (int)p.length(b);
+        int length = p.length(b);
         return causal() ? min(length, first + MTI_FLASH_ROWS) : length;
     }
     __device__ const uint16_t *in(const mti_view &v, int64_t b, int64_t col) const {
@@ -132,14 +132,13 @@ struct mti_flash {
         return all;
     }
     /* the position of query 0 of a sequence among its keys */
-    __device__ int position(int64_t b) const { return (int)(cached.lengths ? cached.held(b) : p.s.kv_seq - p.s.seq); }
+    __device__ int position(int64_t b) const { return (int)(cached.lengths ? cached.held(b) : mti_key_of_query(&p.s)); }
     __device__ int64_t stat(int64_t b, int64_t head) const {
         return (b * p.s.groups * p.s.heads_per_group + head) * pitch;
     }
     /* the element number of a probability */
     __device__ uint64_t element(int64_t b, int64_t head, int query, int key) const {
-        return (mti_element_of(p.drop.at, b, head) * (uint64_t)p.s.seq + (uint64_t)query) * (uint64_t)p.s.kv_seq +
-               (uint64_t)key;
+        return p.element(b, head, query, key);
     }
 };
 
@@ -283,7 +282,7 @@ template <int RowTiles, int N8>
 static __device__ __forceinline__ void mti_flash_add_alibi(const mti_flash &f, float (&s)[RowTiles][N8][4],
                                                            int64_t head, int apart) {
     int lane = (int)threadIdx.x & 31;
-    float slope = f.alibi * f.p.s.alibi_slopes[head], from = (float)(apart + lane / 4 - lane % 4 * 2);
+    float slope = f.alibi * f.p.s.scores.alibi_slopes[head], from = (float)(apart + lane / 4 - lane % 4 * 2);
     MT_DEVICE_UNROLL
     for (int i = 0; i < RowTiles * N8 * 4; i++) {
         int r = i % (RowTiles * 2), j = i / (RowTiles * 2);
@@ -357,7 +356,7 @@ static __device__ __forceinline__ uint32_t mti_flash_kept_columns(const mti_flas
         uint64_t e = f.element(f.place().sequence, head, query + lane % 8, key + m * 16 + lane / 8 * 4);
         uint32_t mine = 0;
         MT_DEVICE_NO_UNROLL
-        for (int n = 0; n < N8; n++) mine |= mti_kept(f.p.drop, e + (uint64_t)(n * 8 * f.p.s.kv_seq)) << (n * 4);
+        for (int n = 0; n < N8; n++) mine |= mti_kept(f.p.drop, e + (uint64_t)(n * 8 * f.p.s.part.kv_seq)) << (n * 4);
         MT_DEVICE_UNROLL
         for (int i = 0; i < 4; i++) {
             int from = (lane / 16 + i / 2 * 2) * 8 + lane % 4 * 2 + i % 2;
@@ -827,7 +826,7 @@ static __global__ void __launch_bounds__(mti_flash_dkv_threads<HeadDim>(), mti_f
     int64_t b = f.place().sequence, ld = f.p.k.ld, seq = f.p.s.seq, k_col = f.place().head * f.p.kv_step;
     int head = (int)(f.place().head * f.p.s.heads_per_group),
         heads = head + (int)f.p.s.heads_per_group; /* one past the last head */
-    int first = (int)blockIdx.y * Rows, length = (int)f.p.length(b), lane = (int)threadIdx.x % 32;
+    int first = (int)blockIdx.y * Rows, length = f.p.length(b), lane = (int)threadIdx.x % 32;
     int warp = (int)threadIdx.x / 32 * Own % Rows, row = first + warp;
     int begin = !SPANS && f.causal() ? first : 0, end = SPANS ? 0 : (int)seq, query;
     uint16_t *v = k + Rows * HeadDim, *sets = v + Rows * HeadDim;
@@ -924,7 +923,7 @@ static mti_flash mti_flash_of(const mti_attention *a) {
     mti_flash f = {
         mti_plain_of(a), factor * MTI_LOG2E, NULL, NULL, mt_round_up(a->desc.seq, MTI_FLASH_ROWS), 0.0f, 0.0f, 1, {}};
     if (softcap > 0.0f) f.cap = a->desc.scores.scale / softcap;
-    if (a->desc.alibi_slopes) f.alibi = -1.0f / a->desc.scores.scale;
+    if (a->desc.scores.alibi_slopes) f.alibi = -1.0f / a->desc.scores.scale;
     return f;
 }
 

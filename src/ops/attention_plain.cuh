@@ -60,8 +60,8 @@ struct mti_plain {
         return head / s.heads_per_group * q_step + head % s.heads_per_group * s.head_dim;
     }
     __device__ int64_t k_col(int64_t head) const { return head / s.heads_per_group * kv_step; }
-    __device__ int64_t length(int64_t b) const { /* at most kv_seq; a GPU does not check lengths */
-        return s.lengths ? min((int64_t)s.lengths[b], s.kv_seq) : s.kv_seq;
+    __device__ int length(int64_t b) const { /* mti_keys_here; a GPU does not check lengths */
+        return s.lengths ? max(0, min((int)s.lengths[b] - (int)s.part.first_key, (int)s.kv_seq)) : (int)s.kv_seq;
     }
     /* the keys that query i sees; a GPU does not check cu_seqlens either */
     __device__ mti_span keys(int64_t b, int64_t i) const {
@@ -72,7 +72,8 @@ struct mti_plain {
     }
     /* the element number of a probability */
     __device__ uint64_t element(int64_t b, int64_t head, int64_t i, int64_t j) const {
-        return (mti_element_of(drop.at, b, head) * (uint64_t)s.seq + (uint64_t)i) * (uint64_t)s.kv_seq + (uint64_t)j;
+        uint64_t query = mti_element_of(drop.at, b, head) * (uint64_t)s.part.seq + (uint64_t)(s.part.first_query + i);
+        return query * (uint64_t)s.part.kv_seq + (uint64_t)(s.part.first_key + j);
     }
     __device__ float dot(const mti_view &a, int64_t a_row, int64_t a_col, const mti_view &b, int64_t b_row,
                          int64_t b_col) const {
@@ -315,8 +316,8 @@ static __device__ __forceinline__ void mti_plain_scores(const mti_plain &p, floa
             if (CHAIN) g[e / N][e % N] *= 1.0f - t * t;
         }
     }
-    if (p.s.alibi_slopes) {
-        float slope = p.s.alibi_slopes[head], between = (float)(query + p.s.kv_seq - p.s.seq - key);
+    if (p.s.scores.alibi_slopes) {
+        float slope = p.s.scores.alibi_slopes[head], between = (float)(query + mti_key_of_query(&p.s) - key);
         MT_DEVICE_UNROLL
         for (int e = 0; e < M * N; e++)
             s[e / N][e % N] -= slope * fabsf(between + (float)(KEYS ? e % N - e / N : e / N - e % N));
@@ -326,6 +327,7 @@ static __device__ __forceinline__ void mti_plain_scores(const mti_plain &p, floa
         for (int e = 0; e < M * N; e++) {
             int64_t at = mti_bias_row(&p.s, b, head, query + (KEYS ? e % N : e / N)), j = key + (KEYS ? e / N : e % N);
             if (!(seen >> e & 1)) continue;
+            j += p.s.part.first_key;
             if (p.bias.dtype != MT_U8) s[e / N][e % N] += mti_get(p.bias, at, j);
             else if (!((const uint8_t *)p.bias.data)[at * p.bias.ld + j]) s[e / N][e % N] = -INFINITY;
         }
@@ -345,7 +347,7 @@ static __device__ __forceinline__ uint32_t mti_plain_kept(const mti_plain &p, in
     uint64_t e = p.element(b, head, KEYS ? col : row, KEYS ? row : col);
     MT_DEVICE_NO_UNROLL
     for (int x = 0; x < (KEYS ? N : M); x++) {
-        uint32_t bits = mti_kept(p.drop, e + (uint64_t)x * (uint64_t)p.s.kv_seq);
+        uint32_t bits = mti_kept(p.drop, e + (uint64_t)x * (uint64_t)p.s.part.kv_seq);
         MT_DEVICE_UNROLL
         for (int y = 0; y < (KEYS ? M : N); y++) kept |= (bits >> y & 1) << (KEYS ? y * N + x : x * N + y);
     }
@@ -599,7 +601,8 @@ static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS, 4) mti_plain_dbia
                 sum += g[0][0];
             }
         }
-        mti_put(p.dbias, row, j, mti_get(p.dbias, row, j) + sum);
+        int64_t col = p.s.part.first_key + j;
+        mti_put(p.dbias, row, col, mti_get(p.dbias, row, col) + sum);
     }
 }
 

@@ -115,6 +115,20 @@ MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits);
    mt_dot_product_attention_backward for desc. */
 MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt_attention_desc *desc);
 
+/* Merges the attention of the same queries to some keys with that to others, for attention in parts (mt_attention_part;
+   arXiv 2205.14135, section 3.1). out [rows, heads * D] and lse [heads, rows] have the results for the keys so far, and
+   become those for the keys of the part, too:
+     lse' = log(e^lse + e^part_lse)      out' = e^(lse - lse') out + e^(part_lse - lse') part_out
+   Begin with the results of mt_dot_product_attention_forward for the first keys. Use MT_F32 for out: a 16-bit out is
+   rounded after each part. A query that has seen no key has out 0 and lse -INFINITY; what is in the memory of such a
+   result does not count. Dropout is in out and not in lse, so it needs nothing more.
+   For backward, pass the merged out and lse, and the gradient of the merged out, to mt_dot_product_attention_backward
+   of each part. It computes the part's share of the gradients: dq is the sum of those of all parts, and dk and dv are
+   those of the keys of the part.
+   Errors: MT_ERR_SHAPE (heads does not divide the columns), MT_ERR_ARGUMENT (out or lse overlaps another tensor). */
+MT_API mt_status mt_attention_merge(mt_context *ctx, mt_tensor out, mt_tensor lse, mt_tensor part_out,
+                                    mt_tensor part_lse);
+
 /* Checks the fields of *scores, as every operator of attention does: the enums must have a word, the numbers must be
    finite and in range. `function` is the name of your function, and `name` that of the block, for the message; name may
    be NULL. MT_ERR_ARGUMENT: a field is out of range, or scores is NULL. */

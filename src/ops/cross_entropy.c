@@ -254,8 +254,8 @@ static mt_status mti_cross_entropy_agree(mt_context *ctx, const char *where, con
 /* Checks that ranks with columns of their own take other parts of the vocabulary. */
 static mt_status mti_expect_vocabulary(mt_context *ctx, const char *where, const mt_cross_entropy_shard_desc *desc,
                                        mt_tensor logits, const int32_t *targets) {
-    mt_place place = {logits.rows, logits.cols, INT64_MAX,  desc->first_col, logits.cols, 1, "part of the vocabulary",
-                      0,           0,           desc->vocab};
+    mt_place place = {logits.rows, logits.cols, INT64_MAX, desc->first_col, logits.cols, 1, "part of the vocabulary", 0,
+                      0,           desc->vocab, 0};
     MT_TRY(mt_place_check(ctx, where, "desc", "logits", logits, &place));
     return mti_cross_entropy_agree(ctx, where, desc, logits, targets);
 }

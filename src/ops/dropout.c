@@ -32,7 +32,7 @@ static mt_status mti_expect_mask(mti_operator *op, const char *name, mt_tensor y
     place.first_row = dropout->at.first_row;
     place.first_col = dropout->at.first_col;
     place.global_cols = dropout->at.global_cols;
-    place.padded = padded;
+    place.padded = place.sequences = padded;
     place.seed = dropout->at.seed;
     place.subsequence = dropout->at.subsequence;
     place.what = "mask";

@@ -71,7 +71,7 @@ static void mti_cpu_embedding_backward(void *data, int thread, int64_t first, in
 /* Applies the rule of an embedding, whose first operands are its rows and the table. */
 static mt_status mti_embedding_rule(const mti_operator *op, int64_t first_row) {
     mt_tensor table = *op->args[1].view;
-    mt_place place = {table.rows, table.cols, first_row, INT64_MAX, table.cols, 1, "rows of the table", 0, 0, 0};
+    mt_place place = {table.rows, table.cols, first_row, INT64_MAX, table.cols, 1, "rows of the table", 0, 0, 0, 0};
     if (!mt_check_mode(op->ctx)) return MT_SUCCESS;
     MT_TRY(mt_place_check(op->ctx, op->name, "", op->args[1].name, table, &place));
     return mti_apply_rule(op);

@@ -66,7 +66,7 @@ MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t s
     MT_TRY(mt_check_integer(ctx, "mt_position_ids", NULL, "seq", seq, 1, INT32_MAX));
     MT_TRY(mti_expect_cu_seqlens(ctx, "mt_position_ids", cu_seqlens, documents, first_token + count, INT64_MAX));
     memset(&s, 0, sizeof s);
-    s.seq = seq;
+    s.seq = s.part.seq = seq;
     s.cu_seqlens = cu_seqlens;
     s.documents = documents;
     MT_TRY(mti_begin_bare(&op, ctx, "mt_position_ids"));

@@ -34,6 +34,7 @@ static mt_status mti_kv_expect_options(mt_context *ctx, const char *where, const
     if (s->scores.mask != MT_MASK_CAUSAL) field = "a mask other than MT_MASK_CAUSAL";
     if (s->dropout.p != 0.0f) field = "dropout";
     if (s->kv_seq != 0) field = "kv_seq";
+    if (s->part.seq != 0) field = "part";
     if (s->cu_seqlens || s->documents != 0) field = "cu_seqlens";
     if (s->bias.value.data || s->bias.grad.data) field = "a bias";
     if (!field) return MT_SUCCESS;
@@ -159,6 +160,7 @@ static mti_attention mti_kv_resolve(const mti_kv *k) {
     a.v = k->cache.values;
     a.q_step = k->cols.q_step;
     a.desc.kv_seq = k->cache.max_seq;
+    mti_attention_whole(&a.desc);
     a.desc.lengths = NULL;
     return a;
 }
@@ -490,6 +492,7 @@ static void mti_kv_attention_group(mti_kv_loop *l, int64_t b, int64_t g) {
     int64_t n = mti_kv_new(&k->desc, b);
     l->a.desc.seq = n;
     l->a.desc.kv_seq = k->cache.lengths[b] + n;
+    mti_attention_whole(&l->a.desc);
     if (n > 0 && l->is_few) mti_kv_few_group(k, &l->a, &l->few, b, g);
     if (n > 0 && !l->is_few) mti_kv_blocks_group(k, &l->a, b, g);
     if (g == 0) mti_attention_clear(mt_tensor_rows(k->out, b * k->desc.seq + n, k->desc.seq - n));

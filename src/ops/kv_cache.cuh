@@ -182,7 +182,7 @@ static __device__ __forceinline__ void mti_split_begin(const mti_kv_gpu &k, cons
     for (int r = 0; r < ROWS; r++) {
         int64_t i = mt_divide(m.row + r, h), head = m.group * h + m.row + r - i * h;
         x.end[r] = i < k.s.seq ? k.tokens.end(m.b, i) : 0;
-        x.slope[r] = k.s.alibi_slopes && i < k.s.seq ? k.s.alibi_slopes[head] : 0.0f;
+        x.slope[r] = k.s.scores.alibi_slopes && i < k.s.seq ? k.s.scores.alibi_slopes[head] : 0.0f;
         bool is = x.end[r] > 0 && n > 0;
         mti_load<TYPE != MTI_ANY_TYPE, TYPE>(k.qkv, is ? m.b * k.s.seq + i : 0, is ? k.query_col(head) + col : 0,
                                              is ? n : 0, x.q[r]);

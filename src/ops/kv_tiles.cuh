@@ -110,7 +110,8 @@ static __device__ __forceinline__ mti_kv_tile_rows mti_kv_tile_rows_of(const mti
         int r = ((int)threadIdx.x & 31) / 4 + j * 8;
         int64_t i = mt_divide(m.row + r, h);
         rows.end[j] = spans[r].end;
-        rows.slope[j] = k.s.alibi_slopes && i < k.s.seq ? k.s.alibi_slopes[m.group * h + m.row + r - i * h] : 0.0f;
+        rows.slope[j] =
+            k.s.scores.alibi_slopes && i < k.s.seq ? k.s.scores.alibi_slopes[m.group * h + m.row + r - i * h] : 0.0f;
     }
     return rows;
 }
@@ -126,7 +127,7 @@ static __device__ __forceinline__ void mti_kv_tile_scores(const mti_kv_gpu &k, c
         MT_DEVICE_UNROLL
         for (int i = 0; i < 8; i++) s[0][i / 4][i % 4] = cap * tanhf(s[0][i / 4][i % 4] / cap);
     }
-    if (k.s.alibi_slopes) {
+    if (k.s.scores.alibi_slopes) {
         MT_DEVICE_UNROLL
         for (int i = 0; i < 8; i++) {
             int j = i % 4 / 2, at = first + i / 4 * 8 + i % 2;

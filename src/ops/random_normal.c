@@ -132,7 +132,8 @@ static void mti_cpu_random_normal(void *data, int thread, int64_t first, int64_t
 /* Checks the place of the random words of a parameter, which ranks must not share. */
 static mt_status mti_expect_words(mt_context *ctx, const char *where, mt_tensor y, float std, const mt_random *at) {
     mt_place place = {y.rows, y.cols,         at->first_row, at->first_col,   at->global_cols,
-                      1,      "random words", at->seed,      at->subsequence, 0};
+                      1,      "random words", at->seed,      at->subsequence, 0,
+                      0};
     return std == 0.0f ? MT_SUCCESS : mt_place_check(ctx, where, "at", "y", y, &place);
 }
 

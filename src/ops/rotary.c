@@ -111,15 +111,17 @@ MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
                                 mti_cpu_rows(ctx, table.rows, table.cols, mti_cpu_rotary_table, &a)));
 }
 
-/* Each rank may rotate its own tokens of one sequence, with its own rows of the table. */
-static const mt_rule mti_rotary_rules[2] = {{"qkv table", "RR cR rr", "rR"}, {"dqkv table", "RR cR PR rr", "rR"}};
+/* Each rank may rotate its own tokens of one sequence, with its own rows of the table, or with part, which says which
+   tokens they are. [part][backward] */
+static const mt_rule mti_rotary_rules[2][2] = {{{"qkv table", "RR cR rr", "rR"}, {"dqkv table", "RR cR PR rr", "rR"}},
+                                               {{"qkv table", "RR cR rR", NULL}, {"dqkv table", "RR cR PR rR", NULL}}};
 
 static mt_status mti_rotary(mt_context *ctx, const mti_table *of, const mt_attention_desc *desc, mt_tensor table,
                             float sign, mt_tensor qkv) {
     MT_TRY(mti_expect_heads(ctx, of->name, desc));
     MT_TRY(mti_expect_rotary(ctx, of->name, desc));
-    const int64_t sizes[] = {desc->batch * desc->seq, mti_attention_width(desc), desc->seq, mti_rotary_dim(desc)};
     mt_attention_desc s = mti_attention_defaults(desc);
+    const int64_t sizes[] = {desc->batch * desc->seq, mti_attention_width(desc), s.part.seq, mti_rotary_dim(desc)};
     /* turns the first features of queries and keys */
     const double turned = (double)mti_rotary_dim(desc) * (double)(s.groups * (s.heads_per_group + 1));
     const double bytes = 2.0 * (double)qkv.rows * turned * (double)mt_dtype_size(qkv.dtype) + mti_view_bytes(table);
@@ -128,7 +130,7 @@ static mt_status mti_rotary(mt_context *ctx, const mti_table *of, const mt_atten
     MT_TRY(mti_expect_documents(ctx, of->name, &s));
     MT_TRY(mti_accept(&op, ctx, of, views, sizes));
     MT_TRY(mti_expect_qkv_parts(ctx, op.name, desc, op.args[0].name, qkv));
-    if (desc->batch == 1) op.rule = &mti_rotary_rules[sign < 0.0f];
+    if (desc->batch == 1 || desc->part.seq) op.rule = &mti_rotary_rules[desc->part.seq != 0][sign < 0.0f];
     MT_TRY(mti_begin(&op));
     op.work.bytes = bytes;
     if (s.qkv_layout != MT_QKV_PER_GROUP) { /* one group, in which all queries and keys but the last are "queries" */

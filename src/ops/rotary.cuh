@@ -114,13 +114,15 @@ static mt_status mti_cuda_rotary(mt_context *ctx, const mt_attention_desc *s, mt
     int64_t half = table.cols / 2, vectors = (half + MTI_VECTOR - 1) / MTI_VECTOR, turned = s->heads_per_group + 1;
     int64_t items = s->groups * turned * vectors;
     mti_access how = mti_access_of(qkv);
+    /* rows for the positions in sequences, or for those in documents */
+    mt_tensor of_tokens = s->cu_seqlens ? table : mt_tensor_rows(table, s->part.first_query, s->seq);
     if (half % MTI_VECTOR != 0 || s->head_dim % MTI_VECTOR != 0 || !mti_is_wide(table)) how.wide = 0;
     if (!how.wide || table.dtype != MT_F32) how.type = MTI_ANY_TYPE;
     if (qkv.rows * items == 0) return MT_SUCCESS;
     return mti_by_type(how.type, [&](auto type) {
         return mti_by_kind<2>(s->scores.rotary_form == MT_ROTARY_PAIRS, [&](auto pairs) {
             mti_rotary_op<type.value, pairs.value != 0> op = {mti_view_of(qkv),
-                                                              mti_view_of(table),
+                                                              mti_view_of(of_tokens),
                                                               s->head_dim,
                                                               half,
                                                               mti_divider_of(vectors, items),

@@ -206,8 +206,8 @@ static mt_status mti_expect_softmax(mt_context *ctx, const char *where, const mt
    the vocabulary. *s gets what the desc says. */
 static mt_status mti_softmax_begin(mti_operator *op, const mt_softmax_shard_desc *desc, const char *name, mt_tensor t,
                                    mti_softmax_args *s) {
-    mt_place place = {t.rows, t.cols, INT64_MAX,  desc->first_col, t.cols, 1, "part of the vocabulary",
-                      0,      0,      desc->vocab};
+    mt_place place = {t.rows, t.cols,      INT64_MAX, desc->first_col, t.cols, 1, "part of the vocabulary", 0,
+                      0,      desc->vocab, 0};
     MT_TRY(mt_place_check(op->ctx, op->name, "desc", name, t, &place));
     MT_TRY(mti_numbers_agree(op->ctx, op->name, "a number of desc", t, 0, 2, (double)desc->vocab, (double)desc->log));
     memset(s, 0, sizeof *s);

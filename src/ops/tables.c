@@ -10,6 +10,7 @@
 #include "norm.c"
 #include "random_normal.c"
 #include "attention.c"
+#include "attention_merge.c"
 #include "kv_cache.c"
 #include "embedding.c"
 #include "softmax.c"
@@ -80,6 +81,7 @@ static const mti_table *const mti_tables[] = {&mti_fill_table,
                                               &mti_attention_backward_table,
                                               &mti_dot_product_attention_forward_table,
                                               &mti_dot_product_attention_backward_table,
+                                              &mti_attention_merge_table,
                                               &mti_gemm_table,
                                               &mti_scale_add_table};
 

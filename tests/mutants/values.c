@@ -154,7 +154,7 @@ static mt_attention_desc attention_of(const model *m, const saved *s) {
     d.groups = GROUPS / m->grid->tp_size;
     d.lengths = (const int32_t *)s->lengths.data;
     d.scores.alibi = 1;
-    d.alibi_slopes = (const float *)m->slopes.data;
+    d.scores.alibi_slopes = (const float *)m->slopes.data;
     d.scores.scale = 1.0f / sqrtf((float)HEAD);
     d.dropout.p = s->b.step >= EVAL ? 0 : 0.1f;
     d.dropout.at.seed = 7;
