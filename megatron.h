@@ -134,7 +134,8 @@ typedef struct mt_batch {
     uint64_t seed, step; /* of dropout; use a new step for each optimizer step */
     /* advanced */
     /* [sequences * seq], in memory of the context's device, for models with token types (BERT's segments): the type of
-       each token. It must not change until backward. MT_ERR_ARGUMENT for a model without token types. NULL: all 0 */
+       each token; on c context ranks [sequences * seq / c], of this rank's tokens. It must not change until backward.
+       MT_ERR_ARGUMENT for a model without token types. NULL: all 0 */
     const int32_t *token_types;
     /* A number in memory of the device that is added to the subsequence of dropout when the masks are drawn (see
        mt_random and mt_step_random_offset); the same number until backward has returned. With step << 20 in it, leave
@@ -296,9 +297,11 @@ typedef struct mt_self_attention {
        may write others there (see mt_upload). They must be at least 0: with another one, only its rank fails, on a CPU
        with MT_ERR_DATA. Checkpoints do not store slopes. mt_none(): no ALiBi, or no heads on this rank */
     mt_tensor alibi_slopes;
-    int64_t pieces;           /* of each query group; 1 when there are enough groups */
-    int64_t head_dim, groups; /* groups: number of groups (or pieces) of this rank, empty ones included */
-    int64_t first_group;      /* global index of this rank's first group (or piece) */
+    mt_comm *cp;                      /* the context group; NULL: each rank has whole sequences */
+    mt_context_parallel_desc context; /* mt_parallel_options.context when it was created */
+    int64_t pieces;                   /* of each query group; 1 when there are enough groups */
+    int64_t head_dim, groups;         /* groups: number of groups (or pieces) of this rank, empty ones included */
+    int64_t first_group;              /* global index of this rank's first group (or piece) */
 } mt_self_attention;
 
 typedef struct mt_self_attention_saved {
@@ -310,7 +313,9 @@ typedef struct mt_self_attention_saved {
 } mt_self_attention_saved;
 
 /* x, y, dx, dy, saved and the communication are as for mt_mlp_forward and mt_mlp_backward, with tokens =
-   batch->sequences * batch->seq. Inference (saved NULL) has no dropout. Backward uses the batch of forward.
+   batch->sequences * batch->seq. With n context ranks (mt_grid_desc.cp), a rank has 1 / n of them, in the order of
+   mt_context_parallel_desc; batch->seq, its lengths, documents and bias are those of whole sequences. Inference (saved
+   NULL) has no dropout. Backward uses the batch of forward.
    MT_ERR_SHAPE: with rotary, batch->seq is greater than max_seq.
    Errors of create: MT_ERR_ARGUMENT (a field of desc is out of range; the limit of hidden and max_seq is 2^31 - 1),
    MT_ERR_SHAPE (see mt_self_attention_desc), and those of the linear layers. */
@@ -417,6 +422,8 @@ typedef struct mt_cross_attention {
     mt_column_parallel_linear key_value[2];        /* NAME.key.* and NAME.value.*, from memory */
     mt_row_parallel_linear proj;                   /* NAME.linear_proj.* */
     int64_t pieces, head_dim, groups, first_group; /* as in mt_self_attention */
+    mt_comm *cp;                                   /* as in mt_self_attention */
+    mt_context_parallel_desc context;              /* mt_parallel_options.context when it was created */
 } mt_cross_attention;
 
 typedef struct mt_cross_attention_saved {
@@ -432,7 +439,11 @@ typedef struct mt_cross_attention_saved {
    parameters.
      x, y, dx, dy     [queries, hidden], with queries = batch->sequences * batch->seq
      memory, dmemory  [keys, kv_hidden], with keys = memory_batch->sequences * memory_batch->seq
-   With sequence_parallel each rank has 1 / t of these rows, and t must divide queries and keys. batch is that of the
+   With sequence_parallel each rank has 1 / t of these rows, and t must divide queries and keys. On c context ranks a
+   rank has 1 / c of the queries and of the keys, see mt_context_parallel_token. With whole_keys in
+   mt_parallel_options.context each of them has all keys of the same memory. dmemory is then this rank's term of a sum
+   over the context ranks: pass it on to the backward of what made the memory, whose parameter gradients
+   mt_sync_gradients adds up. batch is that of the
    tokens of x, and memory_batch that of memory, such as the encoder's. Sequence i of one belongs to sequence i of the
    other. Of their fields:
      sequences, first_sequence  must be the same in both
@@ -609,6 +620,7 @@ typedef struct mt_language_model {
     int64_t first_layer, local_layers;  /* global number of layers[0]; number of layers of this stage */
     mt_norm_layer final_norm;           /* STACK.final_layernorm.*; weight is NULL with MT_POST_LN */
     const mt_grid *grid;
+    mt_comm *cp; /* grid->cp; NULL: each rank has whole sequences */
 } mt_language_model;
 
 /* What one forward keeps for its backward: tensors in the arena, until the caller's mt_arena_release, and the pointers
@@ -756,6 +768,9 @@ MT_API mt_status mt_gpt_stage_backward(mt_context *ctx, const mt_gpt *gpt, float
    model are not rounded to 16 bits.
    Collective over the tensor and the pipeline group: all their ranks call it with the same batch and ids, and every
    rank gets the whole logits. On a GPU the call waits when it looks up the last tokens of a batch that has lengths.
+   On c context ranks ids are the [sequences * seq / c] of this rank. logits [sequences * seq / c, vocab] are those of
+   its tokens; every rank gets logits [sequences, vocab] of the last tokens, for which the call does 1 all-reduce over
+   the context group.
    MT_ERR_SHAPE: batch->seq is greater than max_seq. MT_ERR_DATA: an id is out of range; on a GPU a later call returns
    it: see mt_ids_check. */
 MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
@@ -813,6 +828,7 @@ MT_API mt_status mt_gpt_cache_set_length(mt_context *ctx, const mt_gpt_cache *ca
    [sequences * seq, hidden], also with sequence_parallel, and 1 all-gather for the logits. On a pipeline, each stage
    sends [sequences * seq, hidden] to the next, and the last stage broadcasts the logits. On a GPU the call waits only
    to look up the last tokens of a batch that has lengths and more than one token for each sequence.
+   Context ranks do not divide this work: all of them pass the same batch and ids, and each computes all tokens.
    Errors: MT_ERR_ARGUMENT (the batch has another number of sequences than the cache, or the cache is of another model),
    MT_ERR_SHAPE (seq is greater than the model's max_seq), MT_ERR_DATA (an id is out of range, on a GPU as in
    mt_gpt_logits; on a CPU: a sequence would have more than max_seq tokens). After an error the lengths of the cache are
@@ -906,6 +922,9 @@ MT_API void mt_bert_saved_destroy(mt_bert_saved *saved); /* NULL and a zero-init
    With no_binary_head, sentence_order must be NULL and sop_loss mt_none() (MT_ERR_ARGUMENT). batch->lengths masks
    padding, and batch->token_types has the segment of each token. When saved is NULL, forward is evaluation, without
    dropout.
+   On c context ranks ids, targets and lm_loss [1, sequences * seq / c] are those of this rank (see
+   mt_context_parallel_token); sentence_order is the same on all of them. Context rank 0 has the first tokens of the
+   sequences: its sop_loss counts, and that of the others is 0.
    Communication over the tensor group: that of mt_gpt_forward, and 1 all-gather of [tokens, hidden], the output of
    lm_dense. The sentence order adds 1 all-gather of [sequences, hidden] and 1 of 4 floats per sequence; with
    sequence_parallel also 1 all-reduce of [sequences, hidden], which gives every rank the first token of each sequence.
@@ -936,7 +955,8 @@ MT_API mt_status mt_bert_stage_backward(mt_context *ctx, const mt_bert *bert, fl
 
 /* Computes logits, without dropout: lm_logits [sequences * seq, vocab] and sop_logits [sequences, 2], of any float
    type. One of them may be mt_none(), on every rank alike. Collective over the tensor and the pipeline group, as
-   mt_gpt_logits: every rank gets the whole logits. Errors: those of mt_gpt_logits; MT_ERR_ARGUMENT (sop_logits with
+   mt_gpt_logits: every rank gets the whole logits. On c context ranks lm_logits are [sequences * seq / c, vocab], and
+   sop_logits need 1 all-reduce over the context group. Errors: those of mt_gpt_logits; MT_ERR_ARGUMENT (sop_logits with
    no_binary_head). */
 MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, const int32_t *ids,
                                 mt_tensor lm_logits, mt_tensor sop_logits);
@@ -1379,7 +1399,14 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
     return status;
 }
 
-/* ---- parallel self-attention (src/blocks/attention.c) ------------------------------------------------------------ */
+/* ---- the layers of self-attention (src/blocks/attention_layers.c) ------------------------------------------------ */
+
+/* Tells the hash log which tokens of the global batch the rows of this rank are. cp NULL: all of the batch. */
+static void mti_log_batch(mt_context *ctx, const mt_comm *cp, const mt_context_parallel_desc *context,
+                          const mt_batch *batch) {
+    mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
+    if (cp) mt_hash_log_parts(ctx, cp, context, batch->sequences, batch->seq);
+}
 
 MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer, int site) {
     mt_dropout d;
@@ -1655,16 +1682,6 @@ static mt_status mti_attention_create(mt_context *ctx, const mti_origin *from, c
     return mti_attention_tables(ctx, from->params, out);
 }
 
-/* Refuses context ranks: each would see the keys of its own tokens alone. */
-static mt_status mti_expect_whole_sequences(mt_context *ctx, const char *function, const char *name,
-                                            const mt_params *params) {
-    const mt_grid *grid = mt_params_grid(params);
-    if (grid->cp_size == 1) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_UNSUPPORTED,
-                   "%s: '%s' needs whole sequences, but %d context ranks have parts of them (mt_grid_desc.cp)",
-                   function, name, grid->cp_size);
-}
-
 MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, const char *name,
                                           const mt_self_attention_desc *desc, mt_self_attention *out) {
     mti_origin from = mti_from_registry(params);
@@ -1677,9 +1694,11 @@ MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, co
     d = *desc;
     if (!d.kv_heads) d.kv_heads = d.heads;
     MT_TRY(mti_attention_check(ctx, "mt_self_attention_create", name, &d, mt_params_shards(params)));
-    MT_TRY(mti_expect_whole_sequences(ctx, "mt_self_attention_create", name, params));
     mark = mt_params_mark(params);
     mti_attention_begin(&d, mti_group_pieces(d.heads, d.kv_heads, mt_params_shards(params)), out);
+    if (mt_params_grid(params)->cp_size > 1) out->cp = mt_params_grid(params)->cp;
+    out->context = mt_parallel_get_options(ctx).context;
+    out->context.whole_keys = 0;
     return mt_create_end(params, mark, out, sizeof *out, mti_attention_create(ctx, &from, name, out));
 }
 
@@ -1736,6 +1755,8 @@ MT_API mt_status mt_self_attention_from_tensors(mt_context *ctx, mt_comm *tp, co
     *out = made;
     return MT_SUCCESS;
 }
+
+/* ---- core attention (src/blocks/attention_core.c) ---------------------------------------------------------------- */
 
 /* Returns 1 when the unit of the layer can be a query group: a whole number of heads, at least three (a query, a key
    and a value), which is not divided. */
@@ -2108,33 +2129,179 @@ MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_
     return mti_attention_zero_rest(ctx, desc, dqkv, mti_qkv_width(desc));
 }
 
+/* The parts of a sequence that this rank has, see mt_context_parallel_desc. */
+typedef struct mti_halves {
+    int count;
+    int64_t chunk, first[2]; /* tokens of a sequence in a half, and the first one of each half */
+} mti_halves;
+
+static mti_halves mti_halves_of(const mt_self_attention *a, int64_t seq) {
+    const int ranks = mt_comm_size(a->cp), rank = mt_comm_rank(a->cp);
+    const mt_context_parallel_desc *context = &a->context;
+    mti_halves h;
+    h.count = ranks == 1 || context->contiguous ? 1 : 2;
+    h.chunk = seq / ranks / h.count;
+    h.first[0] = mt_context_parallel_token(context, rank, ranks, 1, seq, 0);
+    h.first[1] = mt_context_parallel_token(context, rank, ranks, 1, seq, h.chunk); /* -1 when there is one */
+    return h;
+}
+
+static mt_attention_part mti_half_part(const mti_halves *h, int half, int64_t seq) {
+    mt_attention_part p;
+    memset(&p, 0, sizeof p);
+    if (h->chunk == seq) return p;
+    p.seq = seq;
+    p.first_query = p.first_key = h->first[half];
+    return p;
+}
+
 /* Calls mt_rotary_forward or mt_rotary_backward on this rank's groups in qkv. Concatenated columns lie shard by
    shard. */
 static mt_status mti_attention_rotate(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
                                       mt_status (*rotate)(mt_context *ctx, const mt_attention_desc *desc,
                                                           mt_tensor table, mt_tensor qkv),
                                       mt_tensor qkv) {
-    int s, shards = desc->qkv_layout == MT_QKV_CONCATENATED ? a->proj.weight->shards : 1;
+    int s, shards = desc->qkv_layout == MT_QKV_CONCATENATED ? a->proj.weight->shards : 1, half;
+    const mti_halves halves = mti_halves_of(a, desc->seq);
+    const int64_t rows = desc->batch * halves.chunk;
     int64_t first;
-    for (s = 0; s < shards && a->rotary.data && desc->groups > 0; s++) {
-        mt_attention_desc part = mti_attention_shard(desc, a->groups, s, shards, &first);
-        MT_TRY(rotate(ctx, &part, mt_tensor_rows(a->rotary, 0, desc->seq),
-                      mti_attention_cols(&part, qkv, first, mti_qkv_width(desc))));
-    }
+    for (s = 0; s < shards && a->rotary.data && desc->groups > 0; s++)
+        for (half = 0; half < halves.count; half++) {
+            mt_attention_desc part = mti_attention_shard(desc, a->groups, s, shards, &first);
+            part.part = mti_half_part(&halves, half, desc->seq);
+            part.seq = halves.chunk;
+            MT_TRY(
+                rotate(ctx, &part, mt_tensor_rows(a->rotary, 0, desc->seq),
+                       mti_attention_cols(&part, mt_tensor_rows(qkv, half * rows, rows), first, mti_qkv_width(desc))));
+        }
     return MT_SUCCESS;
+}
+
+/* -- core attention over context ranks -- */
+
+/* The queries, keys and values of the groups of a desc. */
+typedef struct mti_split_qkv {
+    mt_tensor q, k, v;
+} mti_split_qkv;
+
+/* Sets *s to room for the queries, keys and values of qkv or, where they lie side by side, to views. */
+static mt_status mti_qkv_split(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mti_split_qkv *s) {
+    const int64_t keys = desc->groups * desc->head_dim;
+    s->q = mti_qkv_part(desc, qkv, 0, 0);
+    s->k = mti_qkv_part(desc, qkv, 0, 1);
+    s->v = mti_qkv_part(desc, qkv, 0, 2);
+    if (desc->qkv_layout != MT_QKV_PER_GROUP) return MT_SUCCESS;
+    MT_TRY(mt_arena_tensor(ctx, qkv.dtype, qkv.rows, desc->groups * mti_out_width(desc), &s->q));
+    MT_TRY(mt_arena_tensor(ctx, qkv.dtype, qkv.rows, keys, &s->k));
+    return mt_arena_tensor(ctx, qkv.dtype, qkv.rows, keys, &s->v);
+}
+
+/* Copies between such room and qkv, for `count` groups from `first` on at a time. */
+static mt_status mti_qkv_groups_copy(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv,
+                                     const mti_split_qkv *s, int back) {
+    const mt_tensor parts[] = {s->q, s->k, s->v};
+    const int64_t width = mti_qkv_width(desc), widths[] = {mti_out_width(desc), desc->head_dim, desc->head_dim};
+    const int whole = mt_tensor_ld(qkv) == qkv.cols; /* all groups are rows of one view */
+    int64_t group, from;
+    int part;
+    if (desc->qkv_layout != MT_QKV_PER_GROUP) return MT_SUCCESS;
+    for (group = 0; group < (whole ? 1 : desc->groups); group++)
+        for (part = 0, from = 0; part < 3; from += widths[part++]) {
+            mt_tensor x = mt_tensor_cols(qkv, group * width, width), y = parts[part];
+            if (whole) {
+                x = mt_tensor_reshape(qkv, qkv.rows * desc->groups, width);
+                y = mt_tensor_reshape(y, y.rows * desc->groups, widths[part]);
+            } else y = mt_tensor_cols(y, group * widths[part], widths[part]);
+            x = mt_tensor_cols(x, from, widths[part]);
+            MT_TRY(back ? mt_copy(ctx, y, x) : mt_copy(ctx, x, y));
+        }
+    return MT_SUCCESS;
+}
+
+/* The core attention of one virtual shard: dout mt_none(): forward. */
+static mt_status mti_context_shard(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
+                                   int64_t first, mt_tensor qkv, mt_tensor out, mt_tensor lse, mt_tensor dout,
+                                   mt_tensor dqkv) {
+    const mt_context_parallel_desc *how = &a->context;
+    mti_split_qkv x, dx;
+    mt_tensor to, shard;
+    if (desc->groups == 0) return MT_SUCCESS;
+    MT_TRY(mti_qkv_input(ctx, desc, first, qkv, &qkv));
+    MT_TRY(mti_qkv_split(ctx, desc, qkv, &x));
+    MT_TRY(mti_qkv_groups_copy(ctx, desc, qkv, &x, 0));
+    out = mti_attention_cols(desc, out, first, mti_out_width(desc));
+    lse = mti_attention_lse(desc, lse, first);
+    if (!dout.data) {
+        MT_TRY(mt_invariant_output(ctx, out, &to));
+        MT_TRY(mt_context_parallel_attention_forward(ctx, a->cp, how, desc, x.q, x.k, x.v, to, lse));
+        return mt_invariant_store(ctx, to, out);
+    }
+    MT_TRY(mt_invariant_input(ctx, out, &out));
+    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(desc, dout, first, mti_out_width(desc)), &dout));
+    MT_TRY(mti_qkv_shard(ctx, desc, first, dqkv, &shard));
+    MT_TRY(mt_invariant_output(ctx, shard, &to));
+    MT_TRY(mti_qkv_split(ctx, desc, to, &dx));
+    MT_TRY(
+        mt_context_parallel_attention_backward(ctx, a->cp, how, desc, x.q, x.k, x.v, out, lse, dout, dx.q, dx.k, dx.v));
+    MT_TRY(mti_qkv_groups_copy(ctx, desc, to, &dx, 1));
+    MT_TRY(mt_invariant_store(ctx, to, shard));
+    return mti_qkv_copy(ctx, desc, first, dqkv, shard, 1);
+}
+
+/* Tells check mode of the call as a whole. Its copies see queries, keys and values in another width. */
+static mt_status mti_context_rule(mt_context *ctx, const mt_self_attention_saved *saved, mt_tensor dout,
+                                  mt_tensor dqkv) {
+    static const mt_rule rules[2] = {{"qkv out lse", "RRR ccr rrc", NULL},
+                                     {"qkv out lse dout dqkv(qkv)", "RRRRR ccrcc rrcrr", NULL}};
+    const int backward = dout.data != NULL;
+    mt_operand o[5];
+    o[0].name = "qkv", o[0].t = saved->qkv, o[0].use = MT_ARG_IN;
+    o[1].name = "out", o[1].t = saved->out, o[1].use = backward ? MT_ARG_IN : MT_ARG_OUT;
+    o[2].name = "lse", o[2].t = saved->lse, o[2].use = o[1].use;
+    o[3].name = "dout", o[3].t = dout, o[3].use = MT_ARG_IN | MT_ARG_GRADIENT;
+    o[4].name = "dqkv", o[4].t = dqkv, o[4].use = MT_ARG_OUT | MT_ARG_GRADIENT;
+    return mt_rule_check(ctx, "attention over context ranks", &rules[backward], o, backward ? 5 : 3);
+}
+
+/* Core attention over context ranks, one virtual shard after the other. */
+static mt_status mti_context_shards(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
+                                    const mt_self_attention_saved *saved, mt_tensor dout, mt_tensor dqkv) {
+    const int shards = a->proj.weight->shards;
+    int64_t first;
+    int s;
+    for (s = 0; s < shards && desc->groups > 0; s++) {
+        mt_attention_desc part = mti_attention_shard(desc, a->groups, s, shards, &first);
+        const size_t mark = mt_arena_mark(ctx);
+        MT_TRY(mti_context_shard(ctx, a, &part, first, saved->qkv, saved->out, saved->lse, dout, dqkv));
+        mt_arena_release(ctx, mark);
+    }
+    return dout.data ? mti_attention_zero_rest(ctx, desc, dqkv, mti_qkv_width(desc))
+                     : mti_attention_zero_rest(ctx, desc, saved->out, mti_out_width(desc));
+}
+
+static mt_status mti_context_core(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
+                                  const mt_self_attention_saved *saved, mt_tensor dout, mt_tensor dqkv) {
+    MT_TRY(mti_context_rule(ctx, saved, dout, dqkv));
+    mt_check_pause(ctx);
+    return mt_check_resume(ctx, mti_context_shards(ctx, a, desc, saved, dout, dqkv));
 }
 
 static mt_status mti_attention_core_forward(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
                                             const mt_self_attention_saved *saved) {
+    if (a->cp) return mti_context_core(ctx, a, desc, saved, mt_none(), mt_none());
     return mt_core_attention_forward(ctx, desc, a->proj.weight->shards, saved->qkv, saved->out, saved->lse);
 }
 
 static mt_status mti_attention_core_backward(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
                                              const mt_self_attention_saved *saved, mt_tensor dout, mt_tensor dqkv) {
-    MT_TRY(
-        mt_core_attention_backward(ctx, desc, a->proj.weight->shards, saved->qkv, saved->out, saved->lse, dout, dqkv));
+    if (a->cp) MT_TRY(mti_context_core(ctx, a, desc, saved, dout, dqkv));
+    else
+        MT_TRY(mt_core_attention_backward(ctx, desc, a->proj.weight->shards, saved->qkv, saved->out, saved->lse, dout,
+                                          dqkv));
     return mti_attention_rotate(ctx, a, desc, mt_rotary_backward, dqkv);
 }
+
+/* ---- parallel self-attention (src/blocks/attention.c) ------------------------------------------------------------ */
 
 /* Allocates the outputs of core attention, saved->out and saved->lse. For inference, saved->lse is mt_none(). */
 static mt_status mti_attention_room(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
@@ -2236,7 +2403,8 @@ static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention 
     mt_tensor cols[3];
     size_t mark;
     int count;
-    MT_TRY(mt_arena_tensor(ctx, x.dtype, desc->batch * desc->seq, a->groups * mti_qkv_width(desc), &saved->qkv));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, desc->batch * desc->seq / mt_comm_size(a->cp), a->groups * mti_qkv_width(desc),
+                           &saved->qkv));
     count = mti_attention_layers(a, saved->qkv, &layers, cols);
     mark = mt_arena_mark(ctx);
     MT_TRY(mti_attention_room(ctx, a, desc, saved, training));
@@ -2272,12 +2440,26 @@ static mt_status mti_batch_scores_check(mt_context *ctx, const char *function, c
     return mti_scores_check(ctx, function, &s);
 }
 
-/* Checks an activation that has the tokens of the batch, or with sequence parallelism this rank's share of them. */
+/* The tokens of a batch on this context rank. */
+static int64_t mti_batch_tokens(const mt_self_attention *a, const mt_batch *batch) {
+    return batch->sequences * batch->seq / mt_comm_size(a->cp);
+}
+
+/* Checks an activation that has `tokens` tokens, or with sequence parallelism this rank's share of them. */
 static mt_status mti_tokens_check(mt_context *ctx, const char *function, const mt_row_parallel_linear *proj,
-                                  const mt_batch *batch, const char *name, mt_tensor t, int64_t cols) {
-    int64_t tokens = batch->sequences * batch->seq, rows = 0;
+                                  int64_t tokens, const char *name, mt_tensor t, int64_t cols) {
+    int64_t rows = 0;
     MT_TRY(mt_sequence_rows(ctx, function, proj->tp, proj->desc.sequence_parallel, tokens, &rows));
     return mt_check_activation(ctx, function, proj->weight, name, t, rows, cols);
+}
+
+/* Checks that context ranks can have equal parts of the sequences. */
+static mt_status mti_parts_check(mt_context *ctx, const char *function, const char *name, const mt_comm *cp,
+                                 const mt_context_parallel_desc *context, const mt_batch *batch) {
+    const int ranks = mt_comm_size(cp), chunks = context->contiguous ? ranks : 2 * ranks;
+    if (!cp || batch->seq % chunks == 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s.seq is %lld, must be a multiple of %d, for %d context ranks", function,
+                   name, (long long)batch->seq, chunks, ranks);
 }
 
 /* Checks the parameters, the batch and two activations: x and y, or dy and dx. For attention and the whole layer. */
@@ -2289,8 +2471,9 @@ static mt_status mti_block_check(mt_context *ctx, const char *function, const mt
     MT_TRY(mti_batch_scores_check(ctx, function, a, batch));
     MT_TRY(mt_check_apart(ctx, function, "bias.grad", batch->bias.grad, in_name, in));
     MT_TRY(mt_check_apart(ctx, function, "bias.grad", batch->bias.grad, out_name, out));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, batch, in_name, in, a->desc.hidden));
-    return mti_tokens_check(ctx, function, &a->proj, batch, out_name, out, a->desc.hidden);
+    MT_TRY(mti_parts_check(ctx, function, "batch", a->cp, &a->context, batch));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_batch_tokens(a, batch), in_name, in, a->desc.hidden));
+    return mti_tokens_check(ctx, function, &a->proj, mti_batch_tokens(a, batch), out_name, out, a->desc.hidden);
 }
 
 MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
@@ -2306,7 +2489,7 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
     MT_TRY(mt_check_sent(ctx, function, attention->proj.tp, attention->desc.sequence_parallel, "x", x, "y", y));
     MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
     desc = mti_attention_desc(attention, batch, saved != NULL);
-    mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
+    mti_log_batch(ctx, attention->cp, &attention->context, batch);
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("attention forward",
                       mti_attention_forward(ctx, attention, &desc, x, y, saved ? saved : &local, saved != NULL));
@@ -2333,11 +2516,12 @@ static mt_status mti_cache_check(mt_context *ctx, const char *function, const mt
     return mt_check_activation(ctx, function, a->proj.weight, "values", cache->values, rows, a->head_dim);
 }
 
-/* Inference with a cache runs without sequence parallelism. Clears it in a copy of the struct of a layer. */
+/* In inference with a cache each rank has all tokens. Clears what divides them in a copy of the struct of a layer. */
 static void mti_attention_whole_tokens(mt_self_attention *a) {
     int i;
     a->desc.sequence_parallel = a->qkv.desc.sequence_parallel = a->proj.desc.sequence_parallel = 0;
     for (i = 0; i < 3; i++) a->separate[i].desc.sequence_parallel = 0;
+    a->cp = NULL;
 }
 
 MT_API int64_t mt_self_attention_cache_groups(const mt_self_attention *attention) {
@@ -2402,8 +2586,7 @@ static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention
 /* Checks, before anything is added to a gradient, that saved is of a forward with the same sizes. */
 static mt_status mti_attention_saved_check(mt_context *ctx, const char *function, const mt_self_attention *a,
                                            const mt_self_attention_saved *saved) {
-    int64_t tokens = saved->batch.sequences * saved->batch.seq,
-            width = a->proj.local_features + 2 * a->groups * a->head_dim;
+    int64_t tokens = mti_batch_tokens(a, &saved->batch), width = a->proj.local_features + 2 * a->groups * a->head_dim;
     MT_TRY(mt_check_activation(ctx, function, a->proj.weight, "saved.qkv", saved->qkv, tokens, width));
     if (a->desc.recompute_core) return MT_SUCCESS;
     return mt_check_activation(ctx, function, a->proj.weight, "saved.out", saved->out, tokens, a->proj.local_features);
@@ -2434,79 +2617,13 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
     MT_TRY(mti_attention_saved_check(ctx, function, attention, saved));
     MT_TRY(mti_attention_gradients(ctx, function, attention));
     desc = mti_attention_desc(attention, &saved->batch, 1);
-    mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
+    mti_log_batch(ctx, attention->cp, &attention->context, &saved->batch);
     MT_TRY(mt_defer_weight_gradients(ctx));
     mark = mt_arena_mark(ctx);
     status = mt_defer_weight_gradients_end(
         ctx, MT_RANGE("attention backward", mti_attention_backward(ctx, attention, &desc, dy, dx, saved)));
     mt_arena_release(ctx, mark);
     return status;
-}
-
-static int mti_qkv_sizes_ok(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols) {
-    return heads > 0 && kv_heads > 0 && head_dim > 0 && cols > 0 && heads % kv_heads == 0 && heads <= INT32_MAX &&
-           head_dim <= INT32_MAX / heads && cols <= INT32_MAX;
-}
-
-MT_API mt_status mt_qkv_from_separate(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols, const float *q,
-                                      const float *k, const float *v, float *qkv) {
-    size_t row, queries;
-    int64_t g;
-    if (!mti_qkv_sizes_ok(heads, kv_heads, head_dim, cols)) return MT_ERR_SHAPE;
-    if (!q || !k || !v || !qkv) return MT_ERR_ARGUMENT;
-    row = (size_t)(head_dim * cols);
-    queries = row * (size_t)(heads / kv_heads);
-    for (g = 0; g < kv_heads; g++, q += queries, k += row, v += row, qkv += queries + 2 * row) {
-        memcpy(qkv, q, queries * sizeof *qkv);
-        memcpy(qkv + queries, k, row * sizeof *qkv);
-        memcpy(qkv + queries + row, v, row * sizeof *qkv);
-    }
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols, const float *qkv,
-                                    float *q, float *k, float *v) {
-    size_t row, queries;
-    int64_t g;
-    if (!mti_qkv_sizes_ok(heads, kv_heads, head_dim, cols)) return MT_ERR_SHAPE;
-    if (!q || !k || !v || !qkv) return MT_ERR_ARGUMENT;
-    row = (size_t)(head_dim * cols);
-    queries = row * (size_t)(heads / kv_heads);
-    for (g = 0; g < kv_heads; g++, q += queries, k += row, v += row, qkv += queries + 2 * row) {
-        memcpy(q, qkv, queries * sizeof *qkv);
-        memcpy(k, qkv + queries, row * sizeof *qkv);
-        memcpy(v, qkv + queries + row, row * sizeof *qkv);
-    }
-    return MT_SUCCESS;
-}
-
-/* Copies `pairs` to `halves`, or back. Both are [heads * head_dim, cols]. */
-static mt_status mti_rotary_convert(int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t cols,
-                                    const float *pairs, const float *halves, float *to) {
-    int64_t turned = rotary_dim ? rotary_dim : head_dim, h, i;
-    size_t row;
-    if (!mti_qkv_sizes_ok(heads, heads, head_dim, cols) || turned < 0 || turned > head_dim || turned % 2 != 0)
-        return MT_ERR_SHAPE;
-    if ((!pairs && !halves) || !to) return MT_ERR_ARGUMENT;
-    row = (size_t)cols;
-    for (h = 0; h < heads; h++)
-        for (i = 0; i < head_dim; i++) {
-            int64_t half = i >= turned ? i : i / 2 + i % 2 * (turned / 2); /* row i of pairs is this row of halves */
-            size_t in_pairs = (size_t)(h * head_dim + i) * row, in_halves = (size_t)(h * head_dim + half) * row;
-            if (pairs) memcpy(to + in_halves, pairs + in_pairs, row * sizeof *to);
-            else memcpy(to + in_pairs, halves + in_halves, row * sizeof *to);
-        }
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_rotary_halves_from_pairs(int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t cols,
-                                             const float *pairs, float *halves) {
-    return mti_rotary_convert(heads, head_dim, rotary_dim, cols, pairs, NULL, halves);
-}
-
-MT_API mt_status mt_rotary_pairs_from_halves(int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t cols,
-                                             const float *halves, float *pairs) {
-    return mti_rotary_convert(heads, head_dim, rotary_dim, cols, NULL, halves, pairs);
 }
 
 /* ---- parallel cross-attention (src/blocks/cross.c) --------------------------------------------------------------- */
@@ -2576,13 +2693,14 @@ MT_API mt_status mt_cross_attention_create(mt_context *ctx, mt_params *params, c
     if (!d.kv_heads) d.kv_heads = d.heads;
     if (!d.kv_hidden) d.kv_hidden = d.hidden;
     MT_TRY(mti_cross_desc_check(ctx, function, name, &d, mt_params_shards(params)));
-    MT_TRY(mti_expect_whole_sequences(ctx, function, name, params));
     d.scores.mask = MT_MASK_BIDIRECTIONAL;
     mark = mt_params_mark(params);
     memset(out, 0, sizeof *out);
     out->desc = d;
     out->head_dim = d.hidden / d.heads;
     out->pieces = mti_group_pieces(d.heads, d.kv_heads, mt_params_shards(params));
+    if (mt_params_grid(params)->cp_size > 1) out->cp = mt_params_grid(params)->cp;
+    out->context = mt_parallel_get_options(ctx).context;
     return mt_create_end(params, mark, out, sizeof *out, mti_cross_create(ctx, params, name, out));
 }
 
@@ -2605,6 +2723,15 @@ static mt_attention_desc mti_cross_desc(const mt_cross_attention *a, const mt_ba
     return s;
 }
 
+/* Returns the number of tokens of x, or of memory, on this context rank. */
+static int64_t mti_cross_queries(const mt_cross_attention *a, const mt_batch *batch) {
+    return batch->sequences * batch->seq / mt_comm_size(a->cp);
+}
+
+static int64_t mti_cross_keys(const mt_cross_attention *a, const mt_batch *batch) {
+    return batch->sequences * batch->seq / (a->context.whole_keys ? 1 : mt_comm_size(a->cp));
+}
+
 /* The tensors of core attention, or their gradients, are an array of four: queries, keys, values and outputs. */
 #define MTI_CROSS_OUT 3
 
@@ -2620,8 +2747,8 @@ static mt_tensor mti_cross_cols(const mt_attention_desc *desc, const mt_tensor *
 
 /* Runs core attention on one virtual shard. desc and first are from mti_attention_shard; the tensors are those of the
    whole rank. */
-static mt_status mti_cross_shard_forward(mt_context *ctx, const mt_attention_desc *desc, int64_t first,
-                                         const mt_tensor *t, mt_tensor lse) {
+static mt_status mti_cross_shard_forward(mt_context *ctx, const mt_cross_attention *a, const mt_attention_desc *desc,
+                                         int64_t first, const mt_tensor *t, mt_tensor lse) {
     size_t mark = mt_arena_mark(ctx);
     mt_tensor in[MTI_CROSS_OUT], out, to;
     int i;
@@ -2629,7 +2756,9 @@ static mt_status mti_cross_shard_forward(mt_context *ctx, const mt_attention_des
     for (i = 0; i < MTI_CROSS_OUT; i++) MT_TRY(mt_invariant_input(ctx, mti_cross_cols(desc, t, i, first), &in[i]));
     out = mti_cross_cols(desc, t, MTI_CROSS_OUT, first);
     MT_TRY(mt_invariant_output(ctx, out, &to));
-    MT_TRY(mt_dot_product_attention_forward(ctx, desc, in[0], in[1], in[2], to, mti_attention_lse(desc, lse, first)));
+    lse = mti_attention_lse(desc, lse, first);
+    MT_TRY(a->cp ? mt_context_parallel_attention_forward(ctx, a->cp, &a->context, desc, in[0], in[1], in[2], to, lse)
+                 : mt_dot_product_attention_forward(ctx, desc, in[0], in[1], in[2], to, lse));
     MT_TRY(mt_invariant_store(ctx, to, out));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
@@ -2642,14 +2771,14 @@ static mt_status mti_cross_core_forward(mt_context *ctx, const mt_cross_attentio
     int64_t first;
     for (s = 0; s < shards && desc->groups > 0; s++) {
         mt_attention_desc part = mti_attention_shard(desc, a->groups, s, shards, &first);
-        MT_TRY(mti_cross_shard_forward(ctx, &part, first, t, saved->lse));
+        MT_TRY(mti_cross_shard_forward(ctx, a, &part, first, t, saved->lse));
     }
     return mti_attention_zero_rest(ctx, desc, saved->out, mti_out_width(desc));
 }
 
 /* d has the gradients of the tensors t. */
-static mt_status mti_cross_shard_backward(mt_context *ctx, const mt_attention_desc *desc, int64_t first,
-                                          const mt_tensor *t, mt_tensor lse, const mt_tensor *d) {
+static mt_status mti_cross_shard_backward(mt_context *ctx, const mt_cross_attention *a, const mt_attention_desc *desc,
+                                          int64_t first, const mt_tensor *t, mt_tensor lse, const mt_tensor *d) {
     size_t mark = mt_arena_mark(ctx);
     mt_tensor in[MTI_CROSS_OUT + 1], to[MTI_CROSS_OUT], dout;
     int i;
@@ -2657,8 +2786,11 @@ static mt_status mti_cross_shard_backward(mt_context *ctx, const mt_attention_de
     for (i = 0; i <= MTI_CROSS_OUT; i++) MT_TRY(mt_invariant_input(ctx, mti_cross_cols(desc, t, i, first), &in[i]));
     MT_TRY(mt_invariant_input(ctx, mti_cross_cols(desc, d, MTI_CROSS_OUT, first), &dout));
     for (i = 0; i < MTI_CROSS_OUT; i++) MT_TRY(mt_invariant_output(ctx, mti_cross_cols(desc, d, i, first), &to[i]));
-    MT_TRY(mt_dot_product_attention_backward(ctx, desc, in[0], in[1], in[2], in[MTI_CROSS_OUT],
-                                             mti_attention_lse(desc, lse, first), dout, to[0], to[1], to[2]));
+    lse = mti_attention_lse(desc, lse, first);
+    MT_TRY(a->cp ? mt_context_parallel_attention_backward(ctx, a->cp, &a->context, desc, in[0], in[1], in[2],
+                                                          in[MTI_CROSS_OUT], lse, dout, to[0], to[1], to[2])
+                 : mt_dot_product_attention_backward(ctx, desc, in[0], in[1], in[2], in[MTI_CROSS_OUT], lse, dout,
+                                                     to[0], to[1], to[2]));
     for (i = 0; i < MTI_CROSS_OUT; i++) MT_TRY(mt_invariant_store(ctx, to[i], mti_cross_cols(desc, d, i, first)));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
@@ -2671,7 +2803,7 @@ static mt_status mti_cross_core_backward(mt_context *ctx, const mt_cross_attenti
     int64_t first;
     for (s = 0; s < shards && desc->groups > 0; s++) {
         mt_attention_desc part = mti_attention_shard(desc, a->groups, s, shards, &first);
-        MT_TRY(mti_cross_shard_backward(ctx, &part, first, t, saved->lse, d));
+        MT_TRY(mti_cross_shard_backward(ctx, a, &part, first, t, saved->lse, d));
     }
     for (i = 0; i < MTI_CROSS_OUT; i++) MT_TRY(mti_attention_zero_rest(ctx, desc, d[i], mti_cross_width(desc, i)));
     return MT_SUCCESS;
@@ -2686,8 +2818,15 @@ static mt_status mti_cross_room(mt_context *ctx, const mt_attention_desc *desc, 
     return mt_arena_tensor(ctx, MT_F32, desc->groups * desc->heads_per_group, saved->q.rows, &saved->lse);
 }
 
-static void mti_cross_log_tokens(mt_context *ctx, const mt_batch *batch) {
-    mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
+static void mti_cross_log_queries(mt_context *ctx, const mt_cross_attention *a, const mt_batch *batch) {
+    mti_log_batch(ctx, a->cp, &a->context, batch);
+}
+
+/* Of a memory that each context rank has, context rank 0 logs the tensors: keys, values and its terms of their
+   gradients. */
+static void mti_cross_log_keys(mt_context *ctx, const mt_cross_attention *a, const mt_batch *memory_batch) {
+    mti_log_batch(ctx, a->context.whole_keys ? NULL : a->cp, &a->context, memory_batch);
+    if (a->context.whole_keys && mt_comm_rank(a->cp) > 0) mt_hash_log_parts(ctx, a->cp, NULL, 0, 0);
 }
 
 /* Computes queries, keys and values. The tokens of x come last, because what follows logs them. */
@@ -2695,9 +2834,9 @@ static mt_status mti_cross_inputs(mt_context *ctx, const mt_cross_attention *a, 
                                   const mt_batch *memory_batch, mt_tensor memory, mt_cross_attention_saved *saved,
                                   int training) {
     mt_tensor kv[2] = {saved->k, saved->v};
-    mti_cross_log_tokens(ctx, memory_batch);
+    mti_cross_log_keys(ctx, a, memory_batch);
     MT_TRY(mt_parallel_linear_forward_shared(ctx, a->key_value, 2, &memory, kv, training ? &saved->memory_in : NULL));
-    mti_cross_log_tokens(ctx, batch);
+    mti_cross_log_queries(ctx, a, batch);
     return mt_parallel_linear_forward(ctx, &a->query, x, saved->q, training ? &saved->query_in : NULL);
 }
 
@@ -2706,7 +2845,7 @@ static mt_status mti_cross_forward(mt_context *ctx, const mt_cross_attention *a,
                                    const mt_batch *memory_batch, mt_tensor memory, mt_tensor y,
                                    mt_cross_attention_saved *saved, int training) {
     mt_attention_desc desc = mti_cross_desc(a, batch, memory_batch, training);
-    int64_t queries = desc.batch * desc.seq, keys = desc.batch * desc.kv_seq;
+    int64_t queries = mti_cross_queries(a, batch), keys = mti_cross_keys(a, memory_batch);
     size_t mark;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, queries, a->query.local_features, &saved->q));
     MT_TRY(mt_arena_tensor(ctx, x.dtype, keys, a->key_value[0].local_features, &saved->k));
@@ -2740,6 +2879,9 @@ static mt_status mti_cross_batches_check(mt_context *ctx, const char *function, 
     if (batch->cu_seqlens || memory_batch->cu_seqlens)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s has cu_seqlens; cross-attention has no packed documents", function,
                        batch->cu_seqlens ? "batch" : "memory_batch");
+    MT_TRY(mti_parts_check(ctx, function, "batch", a->cp, &a->context, batch));
+    if (!a->context.whole_keys)
+        MT_TRY(mti_parts_check(ctx, function, "memory_batch", a->cp, &a->context, memory_batch));
     s = mti_cross_rank(a, a->desc.kv_heads * a->pieces, 0, batch, memory_batch);
     return mti_scores_check(ctx, memory, &s);
 }
@@ -2749,9 +2891,10 @@ static mt_status mti_cross_forward_check(mt_context *ctx, const char *function, 
                                          mt_tensor memory, mt_tensor y) {
     int sp = a->desc.sequence_parallel;
     MT_TRY(mti_cross_batches_check(ctx, function, a, batch, memory_batch));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, batch, "x", x, a->desc.hidden));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, memory_batch, "memory", memory, a->desc.kv_hidden));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, batch, "y", y, a->desc.hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_queries(a, batch), "x", x, a->desc.hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_keys(a, memory_batch), "memory", memory,
+                            a->desc.kv_hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_queries(a, batch), "y", y, a->desc.hidden));
     MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "x", x, "y", y));
     MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "memory", memory, "y", y));
     MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
@@ -2783,12 +2926,12 @@ MT_API mt_status mt_cross_attention_forward(mt_context *ctx, const mt_cross_atte
 static mt_status mti_cross_inputs_backward(mt_context *ctx, const mt_cross_attention *a, const mt_tensor *d,
                                            mt_tensor dx, mt_tensor dmemory, const mt_cross_attention_saved *saved) {
     int i;
-    mti_cross_log_tokens(ctx, &saved->memory_batch);
+    mti_cross_log_keys(ctx, a, &saved->memory_batch);
     for (i = 0; i < 2; i++)
         MT_TRY(
             mt_hash_log_activation(ctx, a->key_value[i].name, 0, "output_grad", d[1 + i], 0, a->key_value[i].weight));
     MT_TRY(mt_parallel_linear_backward_shared(ctx, a->key_value, 2, d + 1, &dmemory, &saved->memory_in));
-    mti_cross_log_tokens(ctx, &saved->batch);
+    mti_cross_log_queries(ctx, a, &saved->batch);
     MT_TRY(mt_hash_log_activation(ctx, a->query.name, 0, "output_grad", d[0], 0, a->query.weight));
     return mt_parallel_linear_backward(ctx, &a->query, d[0], dx, &saved->query_in);
 }
@@ -2810,7 +2953,7 @@ static mt_status mti_cross_backward(mt_context *ctx, const mt_cross_attention *a
     mt_attention_desc desc = mti_cross_desc(a, &saved->batch, &saved->memory_batch, 1);
     mt_cross_attention_saved again = *saved;
     mt_tensor d[MTI_CROSS_OUT + 1];
-    mti_cross_log_tokens(ctx, &saved->batch);
+    mti_cross_log_queries(ctx, a, &saved->batch);
     if (a->desc.recompute_core) {
         MT_TRY(mti_cross_core_again(ctx, a, &desc, &again));
         saved = &again;
@@ -2827,14 +2970,15 @@ static mt_status mti_cross_backward(mt_context *ctx, const mt_cross_attention *a
 /* Checks, before anything is added to a gradient, that saved is of a forward with the same sizes. */
 static mt_status mti_cross_saved_check(mt_context *ctx, const char *function, const mt_cross_attention *a,
                                        const mt_cross_attention_saved *s) {
-    int64_t queries = s->batch.sequences * s->batch.seq, keys = s->memory_batch.sequences * s->memory_batch.seq;
+    int64_t queries = mti_cross_queries(a, &s->batch), keys = mti_cross_keys(a, &s->memory_batch);
     const mt_param *w = a->proj.weight;
     MT_TRY(mt_check_activation(ctx, function, w, "saved.q", s->q, queries, a->query.local_features));
     MT_TRY(mt_check_activation(ctx, function, w, "saved.k", s->k, keys, a->key_value[0].local_features));
     MT_TRY(mt_check_activation(ctx, function, w, "saved.v", s->v, keys, a->key_value[1].local_features));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, &s->batch, "saved.query_in.x", s->query_in.x, a->desc.hidden));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, &s->memory_batch, "saved.memory_in.x", s->memory_in.x,
-                            a->desc.kv_hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_queries(a, &s->batch), "saved.query_in.x", s->query_in.x,
+                            a->desc.hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_keys(a, &s->memory_batch), "saved.memory_in.x",
+                            s->memory_in.x, a->desc.kv_hidden));
     if (a->desc.recompute_core) return MT_SUCCESS;
     return mt_check_activation(ctx, function, w, "saved.out", s->out, queries, a->proj.local_features);
 }
@@ -2854,9 +2998,13 @@ static mt_status mti_cross_backward_check(mt_context *ctx, const char *function,
     int sp = a->desc.sequence_parallel;
     const mt_batch *keys = &saved->memory_batch;
     MT_TRY(mti_cross_batches_check(ctx, function, a, &saved->batch, keys));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, &saved->batch, "dy", dy, a->desc.hidden));
-    if (dx.data) MT_TRY(mti_tokens_check(ctx, function, &a->proj, &saved->batch, "dx", dx, a->desc.hidden));
-    if (dmemory.data) MT_TRY(mti_tokens_check(ctx, function, &a->proj, keys, "dmemory", dmemory, a->desc.kv_hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_queries(a, &saved->batch), "dy", dy, a->desc.hidden));
+    if (dx.data)
+        MT_TRY(
+            mti_tokens_check(ctx, function, &a->proj, mti_cross_queries(a, &saved->batch), "dx", dx, a->desc.hidden));
+    if (dmemory.data)
+        MT_TRY(
+            mti_tokens_check(ctx, function, &a->proj, mti_cross_keys(a, keys), "dmemory", dmemory, a->desc.kv_hidden));
     MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "dy", dy, "dx", dx));
     MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "dy", dy, "dmemory", dmemory));
     MT_TRY(mt_check_apart(ctx, function, "bias.grad", keys->bias.grad, "dy", dy));
@@ -2962,14 +3110,80 @@ MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params,
     return mt_create_end(params, mark, out, sizeof *out, mti_layer_blocks(ctx, params, name, desc, out));
 }
 
-/* Returns the dropout for a tensor [rows, hidden] whose rows are the tokens of the batch or, with sequence_parallel,
-   those of this tensor rank. */
-static mt_dropout mti_row_dropout(const mt_batch *batch, float p, int64_t layer, int site, int sequence_parallel,
-                                  mt_comm *tp, int64_t rows, int64_t hidden) {
-    mt_dropout d = mt_batch_dropout(batch, p, layer, site);
-    d.at.first_row = batch->first_sequence * batch->seq + (sequence_parallel ? mt_comm_rank(tp) * rows : 0);
-    d.at.global_cols = hidden;
+/* Which tokens of a batch the rows of a tensor are: all of them or, with sequence_parallel, those of this tensor rank.
+   With context ranks these are not one after the other in the batch. */
+typedef struct mti_token_rows {
+    mti_halves halves;
+    int64_t sequences, seq, first; /* first: number of row 0 of the tensor among the tokens of this context rank */
+} mti_token_rows;
+
+static mti_token_rows mti_token_rows_of(const mt_self_attention *a, const mt_batch *batch, int sequence_parallel,
+                                        int64_t rows) {
+    mti_token_rows t;
+    t.halves = mti_halves_of(a, batch->seq);
+    t.sequences = batch->sequences;
+    t.seq = batch->seq;
+    t.first = sequence_parallel ? mt_comm_rank(a->proj.tp) * rows : 0;
+    return t;
+}
+
+/* Returns how many of the rows [row, end) follow each other in the batch. *token becomes the number of the first one
+   there. */
+static int64_t mti_token_run(const mti_token_rows *t, int64_t row, int64_t end, int64_t *token) {
+    const int64_t i = t->first + row, chunk = t->halves.chunk;
+    *token = i;
+    if (chunk == t->seq) return end - row;
+    *token = i / chunk % t->sequences * t->seq + t->halves.first[i / (t->sequences * chunk)] + i % chunk;
+    return mt_min(end - row, chunk - i % chunk);
+}
+
+/* The dropout of such a tensor. */
+typedef struct mti_row_dropout {
+    mt_dropout dropout; /* of the first token of the batch */
+    mti_token_rows rows;
+} mti_row_dropout;
+
+static mti_row_dropout mti_row_dropout_of(const mt_self_attention *a, const mt_batch *batch, float p, int64_t layer,
+                                          int site, int sequence_parallel, int64_t rows) {
+    mti_row_dropout d;
+    d.dropout = mt_batch_dropout(batch, p, layer, site);
+    d.dropout.at.first_row = batch->first_sequence * batch->seq;
+    d.dropout.at.global_cols = a->desc.hidden;
+    d.rows = mti_token_rows_of(a, batch, sequence_parallel, rows);
     return d;
+}
+
+/* As mti_token_run; *at becomes the dropout of the rows. */
+static int64_t mti_dropout_run(const mti_row_dropout *d, int64_t row, int64_t end, mt_dropout *at) {
+    int64_t token, count = mti_token_run(&d->rows, row, end, &token);
+    *at = d->dropout;
+    at->at.first_row += token;
+    return count;
+}
+
+/* y = residual + dropout(y + bias). bias and residual may be mt_none(). */
+static mt_status mti_rows_drop(mt_context *ctx, const mti_row_dropout *d, mt_tensor y, mt_tensor bias,
+                               mt_tensor residual) {
+    mt_dropout at;
+    int64_t row, count;
+    for (row = 0; row < y.rows; row += count) {
+        const mt_tensor x = mt_tensor_rows(y, row, count = mti_dropout_run(d, row, y.rows, &at));
+        MT_TRY(mt_bias_dropout_add_forward(ctx, x, bias, mti_some_rows(residual, row, count), at, x));
+    }
+    return MT_SUCCESS;
+}
+
+/* dx = the gradient of dropout(x + bias), and dbias, which may be mt_none(), += its sum over the rows [first, end). */
+static mt_status mti_rows_drop_backward(mt_context *ctx, const mti_row_dropout *d, mt_tensor dy, int64_t first,
+                                        int64_t end, mt_tensor dx, mt_tensor dbias) {
+    mt_dropout at;
+    int64_t count;
+    for (; first < end; first += count) {
+        count = mti_dropout_run(d, first, end, &at);
+        MT_TRY(mt_bias_dropout_add_backward(ctx, mt_tensor_rows(dy, first, count), at, mt_tensor_rows(dx, first, count),
+                                            dbias));
+    }
+    return MT_SUCCESS;
 }
 
 /* A sublayer of a transformer layer: a norm, a block, and bias, dropout and residual. Its forward and its backward have
@@ -2979,7 +3193,7 @@ typedef struct mti_sublayer {
     const mt_batch *batch;
     const mt_norm_layer *norm;
     const mt_param *bias; /* of the block's row-parallel layer, which has skip_bias_add; NULL: no bias */
-    mt_dropout dropout;
+    mti_row_dropout dropout;
     const mt_kv_cache *cache; /* NULL: attention has none */
     int index;                /* 0: attention; 1: MLP */
     mt_tensor inner;          /* what lies between the norm and the block, or its gradient */
@@ -2995,8 +3209,8 @@ static mti_sublayer mti_sublayer_of(const mt_transformer_layer *layer, const mt_
     h.inner = mt_none();
     h.norm = index == 0 ? &layer->input_norm : &layer->mlp_norm;
     h.bias = index == 0 ? layer->attention.proj.bias : layer->mlp.fc2.bias;
-    h.dropout = mti_row_dropout(batch, training ? layer->desc.dropout.hidden : 0.0f, layer->desc.dropout.layer_number,
-                                1 + index, layer->desc.sequence_parallel, layer->tp, rows, layer->desc.hidden);
+    h.dropout = mti_row_dropout_of(&layer->attention, batch, training ? layer->desc.dropout.hidden : 0.0f,
+                                   layer->desc.dropout.layer_number, 1 + index, layer->desc.sequence_parallel, rows);
     return h;
 }
 
@@ -3040,7 +3254,7 @@ static mt_status mti_sublayer_forward_end(mt_context *ctx, const mti_sublayer *h
     mt_tensor out = mti_is_post_ln(h) ? h->inner : y;
     mt_tensor residual = h->layer->desc.norm.placement == MT_RESIDUAL_POST_LN ? h->inner : x;
     if (!y.data) return MT_SUCCESS;
-    MT_TRY(mt_bias_dropout_add_forward(ctx, out, mti_bias_value(h->bias), residual, h->dropout, out));
+    MT_TRY(mti_rows_drop(ctx, &h->dropout, out, mti_bias_value(h->bias), residual));
     if (saved)
         MT_TRY(mt_hash_log_activation(ctx, h->layer->mlp.fc1.name, 2,
                                       h->index == 0 ? "self_attn_bda.output" : "mlp_bda.output", out,
@@ -3050,7 +3264,7 @@ static mt_status mti_sublayer_forward_end(mt_context *ctx, const mti_sublayer *h
 
 /* The argument of mti_drop_rows. */
 typedef struct mti_drop_call {
-    mt_dropout dropout;
+    const mti_row_dropout *dropout;
     mt_tensor dy, dblock;
 } mti_drop_call;
 
@@ -3059,26 +3273,24 @@ typedef struct mti_drop_call {
 static mt_status mti_drop_rows(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dbias,
                                mt_tensor none) {
     const mti_drop_call *c = (const mti_drop_call *)arg;
-    mt_dropout dropout = c->dropout;
     (void)none;
-    if (dropout.p <= 0.0f) return mt_bias_backward(ctx, mt_tensor_rows(c->dy, first, count), dbias);
-    dropout.at.first_row += first;
-    return mt_bias_dropout_add_backward(ctx, mt_tensor_rows(c->dy, first, count), dropout,
-                                        mt_tensor_rows(c->dblock, first, count), dbias);
+    if (c->dropout->dropout.p <= 0.0f) return mt_bias_backward(ctx, mt_tensor_rows(c->dy, first, count), dbias);
+    return mti_rows_drop_backward(ctx, c->dropout, c->dy, first, first + count, c->dblock, dbias);
 }
 
 /* Backward of dropout(block + bias): *dblock becomes the gradient of the block's output, which is dy itself without
    dropout. Adds to the gradient of the bias. */
 static mt_status mti_sublayer_drop_backward(mt_context *ctx, const mti_sublayer *h, mt_tensor dy, mt_tensor *dblock) {
     mti_drop_call call;
-    call.dropout = h->dropout;
+    call.dropout = &h->dropout;
     call.dy = call.dblock = dy;
-    if (h->dropout.p > 0.0f) MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &call.dblock));
+    if (h->dropout.dropout.p > 0.0f) MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &call.dblock));
     *dblock = call.dblock;
     if (h->bias)
         return mt_sum_over_tokens(ctx, h->layer->tp, h->layer->desc.sequence_parallel, mti_drop_rows, &call, dy.rows,
                                   h->bias->grad, mt_none());
-    return h->dropout.p > 0.0f ? mt_bias_dropout_add_backward(ctx, dy, h->dropout, call.dblock, mt_none()) : MT_SUCCESS;
+    if (h->dropout.dropout.p <= 0.0f) return MT_SUCCESS;
+    return mti_rows_drop_backward(ctx, &h->dropout, dy, 0, dy.rows, call.dblock, mt_none());
 }
 
 /* The first part of backward: what comes after the block, and the block. */
@@ -3125,7 +3337,8 @@ typedef struct mti_layer_call {
 /* Returns the number of parts of a call: 2 with mt_parallel_options.interleave where it has an effect. */
 static int mti_layer_calls(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch,
                            const mt_kv_cache *cache) {
-    int alone = mt_comm_size(layer->tp) == 1 || layer->desc.sequence_parallel || mt_context_invariant(ctx) || cache;
+    int alone = mt_comm_size(layer->tp) == 1 || layer->desc.sequence_parallel || mt_context_invariant(ctx) || cache ||
+                layer->attention.cp;
     return !alone && batch->sequences > 1 && !batch->cu_seqlens && mt_parallel_get_options(ctx).interleave ? 2 : 1;
 }
 
@@ -3234,7 +3447,7 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
     mt_status status;
     MT_TRY(mti_layer_check(ctx, "mt_transformer_layer_forward", layer, batch, "x", x, "y", y));
     MT_TRY(mt_check_apart(ctx, "mt_transformer_layer_forward", "x", x, "y", y));
-    if (saved) MT_TRY(mt_check_tokens(ctx, "mt_transformer_layer_forward", batch->sequences * batch->seq));
+    if (saved) MT_TRY(mt_check_tokens(ctx, "mt_transformer_layer_forward", mti_batch_tokens(&layer->attention, batch)));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("layer forward", mti_layer_forward(ctx, layer, batch, NULL, x, y, saved));
     if (saved) saved->x = x, saved->batch = *batch;
@@ -3321,6 +3534,74 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
     return status;
 }
 
+/* ---- weights of other models (src/blocks/weights.c) -------------------------------------------------------------- */
+
+static int mti_qkv_sizes_ok(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols) {
+    return heads > 0 && kv_heads > 0 && head_dim > 0 && cols > 0 && heads % kv_heads == 0 && heads <= INT32_MAX &&
+           head_dim <= INT32_MAX / heads && cols <= INT32_MAX;
+}
+
+MT_API mt_status mt_qkv_from_separate(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols, const float *q,
+                                      const float *k, const float *v, float *qkv) {
+    size_t row, queries;
+    int64_t g;
+    if (!mti_qkv_sizes_ok(heads, kv_heads, head_dim, cols)) return MT_ERR_SHAPE;
+    if (!q || !k || !v || !qkv) return MT_ERR_ARGUMENT;
+    row = (size_t)(head_dim * cols);
+    queries = row * (size_t)(heads / kv_heads);
+    for (g = 0; g < kv_heads; g++, q += queries, k += row, v += row, qkv += queries + 2 * row) {
+        memcpy(qkv, q, queries * sizeof *qkv);
+        memcpy(qkv + queries, k, row * sizeof *qkv);
+        memcpy(qkv + queries + row, v, row * sizeof *qkv);
+    }
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols, const float *qkv,
+                                    float *q, float *k, float *v) {
+    size_t row, queries;
+    int64_t g;
+    if (!mti_qkv_sizes_ok(heads, kv_heads, head_dim, cols)) return MT_ERR_SHAPE;
+    if (!q || !k || !v || !qkv) return MT_ERR_ARGUMENT;
+    row = (size_t)(head_dim * cols);
+    queries = row * (size_t)(heads / kv_heads);
+    for (g = 0; g < kv_heads; g++, q += queries, k += row, v += row, qkv += queries + 2 * row) {
+        memcpy(q, qkv, queries * sizeof *qkv);
+        memcpy(k, qkv + queries, row * sizeof *qkv);
+        memcpy(v, qkv + queries + row, row * sizeof *qkv);
+    }
+    return MT_SUCCESS;
+}
+
+/* Copies `pairs` to `halves`, or back. Both are [heads * head_dim, cols]. */
+static mt_status mti_rotary_convert(int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t cols,
+                                    const float *pairs, const float *halves, float *to) {
+    int64_t turned = rotary_dim ? rotary_dim : head_dim, h, i;
+    size_t row;
+    if (!mti_qkv_sizes_ok(heads, heads, head_dim, cols) || turned < 0 || turned > head_dim || turned % 2 != 0)
+        return MT_ERR_SHAPE;
+    if ((!pairs && !halves) || !to) return MT_ERR_ARGUMENT;
+    row = (size_t)cols;
+    for (h = 0; h < heads; h++)
+        for (i = 0; i < head_dim; i++) {
+            int64_t half = i >= turned ? i : i / 2 + i % 2 * (turned / 2); /* row i of pairs is this row of halves */
+            size_t in_pairs = (size_t)(h * head_dim + i) * row, in_halves = (size_t)(h * head_dim + half) * row;
+            if (pairs) memcpy(to + in_halves, pairs + in_pairs, row * sizeof *to);
+            else memcpy(to + in_pairs, halves + in_halves, row * sizeof *to);
+        }
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_rotary_halves_from_pairs(int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t cols,
+                                             const float *pairs, float *halves) {
+    return mti_rotary_convert(heads, head_dim, rotary_dim, cols, pairs, NULL, halves);
+}
+
+MT_API mt_status mt_rotary_pairs_from_halves(int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t cols,
+                                             const float *halves, float *pairs) {
+    return mti_rotary_convert(heads, head_dim, rotary_dim, cols, NULL, halves, pairs);
+}
+
 /* ---- language model: embedding and layers (src/models/model.c) --------------------------------------------------- */
 
 #define MTI_LAYERS_MAX (1 << 17)
@@ -3358,6 +3639,11 @@ static mt_status mti_model_check(mt_context *ctx, const char *function, const mt
                        "mt_context_desc.arena_symmetric promises",
                        function, grid->pp_size);
     return MT_SUCCESS;
+}
+
+/* See mti_log_batch. */
+static void mti_model_log_batch(mt_context *ctx, const mt_language_model *m, const mt_batch *batch) {
+    mti_log_batch(ctx, m->cp, &m->layers[0].attention.context, batch);
 }
 
 static int mti_model_is_first(const mt_language_model *m) { return m->grid->pp_rank == 0; }
@@ -3428,6 +3714,7 @@ static mt_status mti_model_create(mt_context *ctx, mt_params *params, const mt_l
     mt_transformer_layer_desc *l = &m->desc.layer;
     m->desc = *desc;
     m->grid = mt_params_grid(params);
+    if (m->grid->cp_size > 1) m->cp = m->grid->cp;
     m->local_layers = desc->layers / m->grid->pp_size;
     m->first_layer = m->grid->pp_rank * m->local_layers;
     l->max_seq = l->scores.rotary_base > 0.0f ? desc->max_seq : 0;
@@ -3475,9 +3762,46 @@ MT_API void mt_language_model_saved_destroy(mt_language_model_saved *saved) {
     memset(saved, 0, sizeof *saved);
 }
 
-static mt_dropout mti_model_dropout(const mt_language_model *m, const mt_batch *batch, int64_t rows, int training) {
-    return mti_row_dropout(batch, training ? m->desc.embedding_dropout : 0.0f, m->desc.layers, 3,
-                           m->desc.layer.sequence_parallel, m->grid->tp, rows, m->desc.layer.hidden);
+static mti_row_dropout mti_model_dropout(const mt_language_model *m, const mt_batch *batch, int64_t rows,
+                                         int training) {
+    return mti_row_dropout_of(&m->layers[0].attention, batch, training ? m->desc.embedding_dropout : 0.0f,
+                              m->desc.layers, 3, m->desc.layer.sequence_parallel, rows);
+}
+
+/* Returns the number of tokens of a batch on this context rank. */
+static int64_t mti_model_tokens(const mt_language_model *m, const mt_batch *batch) {
+    return batch->sequences * batch->seq / mt_comm_size(m->cp);
+}
+
+/* Returns the row of a token among those of this context rank, or -1 when another rank has it. */
+static int64_t mti_model_row(const mt_language_model *m, const mt_batch *batch, int64_t sequence, int64_t position) {
+    const mti_halves h = mti_halves_of(&m->layers[0].attention, batch->seq);
+    int half;
+    if (!m->cp) return sequence * batch->seq + position;
+    for (half = 0; half < h.count; half++) {
+        const int64_t i = position - h.first[half];
+        if (i >= 0 && i < h.chunk) return (half * batch->sequences + sequence) * h.chunk + i;
+    }
+    return -1;
+}
+
+/* Adds up rows of which one context rank has a number, and the others zero. */
+static mt_status mti_model_sum_context(mt_context *ctx, const mt_language_model *m, mt_tensor rows) {
+    if (!m->cp) return MT_SUCCESS;
+    MT_TRY(mt_declare(ctx, m->cp, rows, MT_PARTIAL));
+    return mt_reduce_from_tensor_region_forward(ctx, m->cp, rows);
+}
+
+/* Writes the position of each of this rank's rows. */
+static mt_status mti_model_positions(mt_context *ctx, const mt_language_model *m, const mt_batch *batch, int64_t rows,
+                                     int32_t *ids) {
+    const mti_token_rows t = mti_token_rows_of(&m->layers[0].attention, batch, m->desc.layer.sequence_parallel, rows);
+    int64_t row, count, token;
+    for (row = 0; row < rows; row += count) {
+        count = mti_token_run(&t, row, rows, &token);
+        MT_TRY(mt_position_ids(ctx, token, batch->seq, batch->cu_seqlens, batch->documents, ids + row, count));
+    }
+    return MT_SUCCESS;
 }
 
 /* *out becomes an array with the row of the table for each of this rank's rows: the position of the token in its
@@ -3495,21 +3819,27 @@ static mt_status mti_model_table_ids(mt_context *ctx, const mt_language_model *m
     *out = (const int32_t *)ids.data;
     /* sequences of 1 token: all types are 0 */
     if (types) return mt_position_ids(ctx, 0, 1, NULL, 0, (int32_t *)ids.data, rows);
-    return mt_position_ids(ctx, first, batch->seq, batch->cu_seqlens, batch->documents, (int32_t *)ids.data, rows);
+    return mti_model_positions(ctx, m, batch, rows, (int32_t *)ids.data);
 }
 
+/* Returns the context group when its ranks have the same tokens, as in inference with a cache; otherwise NULL. */
+static mt_comm *mti_model_same_tokens(const mt_language_model *m) { return m->cp ? NULL : m->grid->cp; }
+
 /* Tells check mode what the ids of calls are, until mti_ids_end, where it does not know: the same on the tensor ranks
-   or, with is_split 1, those of this rank's rows, and others on the data ranks. */
-static mt_status mti_ids_begin(mt_context *ctx, const mt_grid *grid, const int32_t *ids, int64_t rows, int is_split) {
+   or, with is_split 1, those of this rank's rows, and others on the data and context ranks. */
+static mt_status mti_ids_begin(mt_context *ctx, const mt_language_model *m, const int32_t *ids, int64_t rows,
+                               int is_split) {
+    const mt_grid *grid = m->grid;
     mt_tensor t = mt_tensor_make(ids, MT_I32, rows, 1);
     mt_placement tp = mt_placement_of(ctx, grid->tp, t), dp = mt_placement_of(ctx, grid->dp_cp, t);
     if (tp == MT_UNDECLARED || tp == MT_REPLICATED) tp = is_split ? MT_SPLIT_ROWS : MT_REPLICATED;
     MT_TRY(mt_check_view(ctx, grid->tp, t, tp));
-    return mt_check_view(ctx, grid->dp_cp, t, dp);
+    MT_TRY(mt_check_view(ctx, grid->dp_cp, t, dp));
+    return mt_check_view(ctx, mti_model_same_tokens(m), t, MT_REPLICATED);
 }
 
 static mt_status mti_ids_end(mt_context *ctx, mt_status status) {
-    return mt_check_view_end(ctx, mt_check_view_end(ctx, status));
+    return mt_check_view_end(ctx, mt_check_view_end(ctx, mt_check_view_end(ctx, status)));
 }
 
 /* Adds the rows of a table to x. Does nothing when the model does not have the table. */
@@ -3519,7 +3849,7 @@ static mt_status mti_model_add_table(mt_context *ctx, const mt_language_model *m
     const int32_t *ids;
     if (!table) return MT_SUCCESS;
     MT_TRY(mti_model_table_ids(ctx, m, batch, table, x.rows, &ids));
-    MT_TRY(mti_ids_begin(ctx, m->grid, ids, x.rows, m->desc.layer.sequence_parallel));
+    MT_TRY(mti_ids_begin(ctx, m, ids, x.rows, m->desc.layer.sequence_parallel));
     MT_TRY(mti_ids_end(ctx, mt_embedding_forward(ctx, table->value, 0, ids, 1.0f, x)));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
@@ -3527,14 +3857,14 @@ static mt_status mti_model_add_table(mt_context *ctx, const mt_language_model *m
 
 static mt_status mti_model_embed_tokens(mt_context *ctx, const mt_language_model *m, const int32_t *ids, int64_t tokens,
                                         mt_tensor x) {
-    MT_TRY(mti_ids_begin(ctx, m->grid, ids, tokens, 0));
+    MT_TRY(mti_ids_begin(ctx, m, ids, tokens, 0));
     return mti_ids_end(ctx, mt_vocab_parallel_embedding_forward(ctx, &m->tokens, ids, tokens, x));
 }
 
 /* Computes the sum of the embeddings of tokens, positions and token types. */
 static mt_status mti_model_embed_sum(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
                                      const int32_t *ids, mt_tensor x) {
-    MT_TRY(mti_model_embed_tokens(ctx, m, ids, batch->sequences * batch->seq, x));
+    MT_TRY(mti_model_embed_tokens(ctx, m, ids, mti_model_tokens(m, batch), x));
     MT_TRY(mti_model_add_table(ctx, m, batch, m->positions, x));
     return mti_model_add_table(ctx, m, batch, m->token_types, x);
 }
@@ -3542,7 +3872,7 @@ static mt_status mti_model_embed_sum(mt_context *ctx, const mt_language_model *m
 /* Computes x, the sum of the embeddings with norm and dropout. */
 static mt_status mti_model_embed(mt_context *ctx, const mt_language_model *m, const mt_batch *batch, const int32_t *ids,
                                  mt_tensor x, mt_language_model_saved *saved) {
-    mt_dropout dropout = mti_model_dropout(m, batch, x.rows, saved != NULL);
+    const mti_row_dropout dropout = mti_model_dropout(m, batch, x.rows, saved != NULL);
     if (m->embedding_norm.weight) {
         size_t mark = mt_arena_mark(ctx);
         mt_tensor sum;
@@ -3553,7 +3883,7 @@ static mt_status mti_model_embed(mt_context *ctx, const mt_language_model *m, co
     } else {
         MT_TRY(mti_model_embed_sum(ctx, m, batch, ids, x));
     }
-    if (dropout.p > 0.0f) MT_TRY(mt_bias_dropout_add_forward(ctx, x, mt_none(), mt_none(), dropout, x));
+    if (dropout.dropout.p > 0.0f) MT_TRY(mti_rows_drop(ctx, &dropout, x, mt_none(), mt_none()));
     return saved ? mt_hash_log_activation(ctx, "embedding", 0, "output", x, m->desc.layer.sequence_parallel, NULL)
                  : MT_SUCCESS;
 }
@@ -3576,7 +3906,7 @@ static mt_status mti_model_embed_cached(mt_context *ctx, const mt_language_model
     if (!m->positions) return MT_SUCCESS;
     MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, x.rows, &positions));
     MT_TRY(mt_kv_cache_positions(ctx, &cache->layers[0], batch->sequences, batch->seq, (int32_t *)positions.data));
-    MT_TRY(mti_ids_begin(ctx, m->grid, (const int32_t *)positions.data, x.rows, 0));
+    MT_TRY(mti_ids_begin(ctx, m, (const int32_t *)positions.data, x.rows, 0));
     MT_TRY(
         mti_ids_end(ctx, mt_embedding_forward(ctx, m->positions->value, 0, (const int32_t *)positions.data, 1.0f, x)));
     mt_arena_release(ctx, mark);
@@ -3585,12 +3915,18 @@ static mt_status mti_model_embed_cached(mt_context *ctx, const mt_language_model
 
 /* Returns the number of this rank's rows of a batch that mti_model_call_check has accepted. */
 static int64_t mti_model_rows(const mt_language_model *m, const mt_batch *batch) {
-    return batch->sequences * batch->seq / (m->desc.layer.sequence_parallel ? m->grid->tp_size : 1);
+    return mti_model_tokens(m, batch) / (m->desc.layer.sequence_parallel ? m->grid->tp_size : 1);
 }
 
 /* Returns what the activations of a model are over the tensor group. */
 static mt_placement mti_model_placement(const mt_language_model *m) {
     return m->desc.layer.sequence_parallel ? MT_SPLIT_ROWS : MT_REPLICATED;
+}
+
+/* Tells check mode what an activation from the stage before is. */
+static mt_status mti_model_received(mt_context *ctx, const mt_language_model *m, mt_tensor input) {
+    MT_TRY(mt_declare_received(ctx, m->grid, input, mti_model_placement(m), MT_SPLIT_ROWS));
+    return m->cp ? MT_SUCCESS : mt_declare(ctx, m->grid->cp, input, MT_REPLICATED);
 }
 
 /* Runs this stage: the embedding (on the first stage; the others begin with `input`), the layers and the final norm. *y
@@ -3601,8 +3937,8 @@ static mt_status mti_model_forward(mt_context *ctx, const mt_language_model *m, 
                                    mt_language_model_saved *saved, mt_tensor *y) {
     int64_t rows = mti_model_rows(m, batch), i;
     mt_tensor x = input, next, spare = mt_none(), last = m->final_norm.weight ? mt_none() : output;
-    mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
-    if (input.data) MT_TRY(mt_declare_received(ctx, m->grid, input, mti_model_placement(m), MT_SPLIT_ROWS));
+    mti_model_log_batch(ctx, m, batch);
+    if (input.data) MT_TRY(mti_model_received(ctx, m, input));
     else {
         MT_TRY(mti_model_room(ctx, m, spare, rows, &x));
         MT_TRY(MT_RANGE("embedding forward", cache ? mti_model_embed_cached(ctx, m, batch, ids, cache, x)
@@ -3634,7 +3970,8 @@ static mt_status mti_model_call_check(mt_context *ctx, const char *function, con
     MT_TRY(mti_batch_scores_check(ctx, function, &m->layers[0].attention, batch));
     if (batch->token_types && !m->desc.token_types)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the batch has token_types, and the model has none", function);
-    return mt_sequence_rows(ctx, function, m->grid->tp, m->desc.layer.sequence_parallel, batch->sequences * batch->seq,
+    MT_TRY(mti_parts_check(ctx, function, "batch", m->cp, &m->layers[0].attention.context, batch));
+    return mt_sequence_rows(ctx, function, m->grid->tp, m->desc.layer.sequence_parallel, mti_model_tokens(m, batch),
                             &rows);
 }
 
@@ -3658,7 +3995,7 @@ static mt_status mti_model_forward_check(mt_context *ctx, const char *function, 
     int64_t tokens;
     MT_TRY(mti_model_call_check(ctx, function, m, batch));
     MT_TRY(mt_check_float(ctx, function, NULL, "backward_scale", batch->backward_scale, MT_FLOAT_FINITE));
-    tokens = batch->sequences * batch->seq;
+    tokens = mti_model_tokens(m, batch);
     if (saved) MT_TRY(mt_check_tokens(ctx, function, tokens));
     MT_TRY(mti_model_boundary(ctx, function, m, batch, mti_model_is_first(m), "input", input));
     MT_TRY(mti_model_boundary(ctx, function, m, batch, output_none, "output", output));
@@ -3732,7 +4069,7 @@ static mt_status mti_model_table_backward(mt_context *ctx, const mt_language_mod
     if (!table) return MT_SUCCESS;
     MT_TRY(mti_model_table_ids(ctx, m, batch, table, dx.rows, &call.ids));
     call.dx = dx;
-    MT_TRY(mti_ids_begin(ctx, m->grid, call.ids, dx.rows, m->desc.layer.sequence_parallel));
+    MT_TRY(mti_ids_begin(ctx, m, call.ids, dx.rows, m->desc.layer.sequence_parallel));
     return mti_ids_end(ctx, mt_sum_over_tokens(ctx, m->grid->tp, m->desc.layer.sequence_parallel, mti_table_rows, &call,
                                                dx.rows, mt_tensor_rows(table->grad, 0, used), mt_none()));
 }
@@ -3741,14 +4078,14 @@ static mt_status mti_model_table_backward(mt_context *ctx, const mt_language_mod
 static mt_status mti_model_embed_backward(mt_context *ctx, const mt_language_model *m,
                                           const mt_language_model_saved *saved, mt_tensor dx) {
     const mt_batch *batch = &saved->batch;
-    const int64_t tokens = batch->sequences * batch->seq;
-    mt_dropout dropout = mti_model_dropout(m, batch, dx.rows, 1);
-    if (dropout.p > 0.0f) MT_TRY(mt_bias_dropout_add_backward(ctx, dx, dropout, dx, mt_none()));
+    const int64_t tokens = mti_model_tokens(m, batch);
+    const mti_row_dropout dropout = mti_model_dropout(m, batch, dx.rows, 1);
+    if (dropout.dropout.p > 0.0f) MT_TRY(mti_rows_drop_backward(ctx, &dropout, dx, 0, dx.rows, dx, mt_none()));
     if (m->embedding_norm.weight)
         MT_TRY(mt_norm_layer_backward(ctx, &m->embedding_norm, dx, mt_none(), dx, &saved->embedding_norm));
     MT_TRY(mti_model_table_backward(ctx, m, batch, m->positions, batch->seq, dx));
     MT_TRY(mti_model_table_backward(ctx, m, batch, m->token_types, m->desc.token_types, dx));
-    MT_TRY(mti_ids_begin(ctx, m->grid, saved->ids, tokens, 0));
+    MT_TRY(mti_ids_begin(ctx, m, saved->ids, tokens, 0));
     return mti_ids_end(ctx, mt_vocab_parallel_embedding_backward(ctx, &m->tokens, saved->ids, tokens, dx));
 }
 
@@ -3772,7 +4109,7 @@ static mt_status mti_model_backward(mt_context *ctx, const mt_language_model *m,
                                     mt_tensor dinput, const mt_language_model_saved *saved) {
     mt_tensor dy, next, spare = mt_none();
     int64_t i;
-    mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
+    mti_model_log_batch(ctx, m, &saved->batch);
     if (!mti_model_is_last(m))
         MT_TRY(mt_declare_received(ctx, m->grid, doutput, mti_model_placement(m), MT_SPLIT_ROWS));
     MT_TRY(mti_model_norm_backward(ctx, m, doutput, scratch, saved, &dy));
@@ -4015,7 +4352,7 @@ static mt_status mti_gpt_run_forward(mt_context *ctx, const char *function, cons
     MT_TRY(mti_model_forward_check(ctx, function, m, batch, ids, input, output, m && m->grid && mti_model_is_last(m),
                                    kept));
     MT_TRY(mti_model_saved_check(ctx, function, "mt_gpt_saved_create", kept));
-    tokens = batch->sequences * batch->seq;
+    tokens = mti_model_tokens(m, batch);
     if (mti_model_is_last(m)) MT_TRY(mt_tensor_check(ctx, function, "loss", loss, MT_ARG_F32, 1, tokens));
     MT_TRY(mt_ids_check(ctx, "target", targets, tokens, gpt->desc.vocab, mt_ignore_index(gpt->loss.ignore_index)));
     MT_TRY(mti_model_begin_forward(ctx, kept, &mark));
@@ -4040,7 +4377,7 @@ static mt_status mti_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scal
     mti_output out = mti_gpt_output(gpt, &saved->model.batch, saved);
     int last = mti_model_is_last(&gpt->model);
     mt_tensor dy = doutput;
-    mt_hash_log_tokens(ctx, saved->model.batch.first_sequence * saved->model.batch.seq);
+    mti_model_log_batch(ctx, &gpt->model, &saved->model.batch);
     if (last) {
         MT_TRY(mti_model_room(ctx, &gpt->model, mt_none(), saved->head.x.rows, &dy));
         MT_TRY(mti_output_backward(ctx, &out, scale, dy));
@@ -4087,32 +4424,36 @@ MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale
     return mti_gpt_run_backward(ctx, "mt_gpt_backward", gpt, scale, mt_none(), mt_none(), saved);
 }
 
-/* *row becomes the row of the sequence's last valid token, or of its first token when its length is 0. */
-static mt_status mti_last_row(mt_context *ctx, const mt_batch *batch, int64_t sequence, int64_t *row) {
+/* *position becomes that of a sequence's last valid token, or 0 when its length is 0. */
+static mt_status mti_last_position(mt_context *ctx, const mt_batch *batch, int64_t sequence, int64_t *position) {
     int32_t length = (int32_t)batch->seq;
     if (batch->lengths) MT_TRY(mt_download(ctx, mt_tensor_make(batch->lengths + sequence, MT_I32, 1, 1), &length));
-    *row = sequence * batch->seq + mt_max(0, mt_min(length, batch->seq) - 1);
+    *position = mt_max(0, mt_min(length, batch->seq) - 1);
     return MT_SUCCESS;
 }
 
-/* *out becomes x when n is x.rows, and otherwise a copy of the rows of the n sequences' last valid tokens. */
-static mt_status mti_gpt_pick_rows(mt_context *ctx, const mt_batch *batch, mt_tensor x, int64_t n, mt_tensor *out) {
-    int64_t i, row = 0;
+/* *out becomes x when n is x.rows, and otherwise the rows of the n sequences' last valid tokens, on every context
+   rank. */
+static mt_status mti_gpt_pick_rows(mt_context *ctx, const mt_language_model *m, const mt_batch *batch, mt_tensor x,
+                                   int64_t n, mt_tensor *out) {
+    int64_t i, position, row;
     *out = x;
-    if (n == x.rows) return MT_SUCCESS;
+    if (n == x.rows && (!m->cp || n != batch->sequences)) return MT_SUCCESS;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, n, x.cols, out));
+    if (m->cp) MT_TRY(mt_fill(ctx, *out, 0.0f));
     for (i = 0; i < n; i++) {
-        MT_TRY(mti_last_row(ctx, batch, i, &row));
-        MT_TRY(mt_copy(ctx, mt_tensor_rows(x, row, 1), mt_tensor_rows(*out, i, 1)));
+        MT_TRY(mti_last_position(ctx, batch, i, &position));
+        row = mti_model_row(m, batch, i, position);
+        if (row >= 0) MT_TRY(mt_copy(ctx, mt_tensor_rows(x, row, 1), mt_tensor_rows(*out, i, 1)));
     }
-    return MT_SUCCESS;
+    return mti_model_sum_context(ctx, m, *out);
 }
 
 /* Computes the logits from x, the output of the model m on the last stage. */
 static mt_status mti_gpt_head_logits(mt_context *ctx, const mt_gpt *gpt, const mt_language_model *m,
                                      const mt_batch *batch, mt_tensor x, mt_tensor logits) {
     MT_TRY(mt_gather_tokens(ctx, gpt->head.tp, m->desc.layer.sequence_parallel, x, &x));
-    MT_TRY(mti_gpt_pick_rows(ctx, batch, x, logits.rows, &x));
+    MT_TRY(mti_gpt_pick_rows(ctx, m, batch, x, logits.rows, &x));
     return mt_column_parallel_linear_product(ctx, &gpt->head, x, 1, logits);
 }
 
@@ -4134,7 +4475,7 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     size_t mark;
     mt_status status;
     MT_TRY(mti_model_call_check(ctx, function, gpt ? &gpt->model : NULL, batch));
-    tokens = batch->sequences * batch->seq;
+    tokens = mti_model_tokens(&gpt->model, batch);
     MT_TRY(mt_tensor_check(ctx, function, "logits", logits, MT_ARG_FLOAT,
                            logits.rows == batch->sequences ? batch->sequences : tokens, gpt->desc.vocab));
     MT_TRY(mt_ids_check(ctx, "token id", ids, tokens, gpt->desc.vocab, 0));
@@ -4230,10 +4571,11 @@ MT_API mt_status mt_gpt_cache_set_length(mt_context *ctx, const mt_gpt_cache *ca
     return mt_upload(ctx, &value, mt_tensor_make(cache->lengths + sequence, MT_I32, 1, 1));
 }
 
-/* A copy of the model that runs without sequence parallelism. The layers clear it themselves. */
+/* A copy of the model in which each rank has all tokens. The layers do this to themselves. */
 static mt_language_model mti_model_whole_tokens(const mt_language_model *model) {
     mt_language_model m = *model;
     m.desc.layer.sequence_parallel = m.tokens.desc.sequence_parallel = 0;
+    m.cp = NULL;
     return m;
 }
 
@@ -4310,7 +4652,7 @@ static mt_status mti_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_lan
     mt_tensor x, room;
     if (!s.positions) MT_TRY(mti_gpt_next_positions(ctx, batch, cache, &s.positions));
     MT_TRY(mti_model_infer(ctx, m, batch, ids, cache, &x));
-    if (mti_model_is_last(m)) MT_TRY(mti_gpt_pick_rows(ctx, batch, x, batch->sequences, &x));
+    if (mti_model_is_last(m)) MT_TRY(mti_gpt_pick_rows(ctx, m, batch, x, batch->sequences, &x));
     MT_TRY(mti_model_share_room(ctx, m, next, &room));
     if (mti_model_is_last(m)) status = mti_gpt_draw(ctx, gpt, &s, x, (int32_t *)room.data);
     if (status != MT_SUCCESS && status != MT_ERR_DATA) return status;
@@ -4415,8 +4757,9 @@ MT_API mt_status mt_bert_create(mt_context *ctx, mt_params *params, const mt_ber
     out->desc.token_types = m.token_types;
     out->loss.vocab = desc->vocab;
     out->loss.padded_vocab = desc->padded_vocab;
-    out->sop_loss.vocab = 2;
-    out->loss.ignore_index = desc->ignore_index; /* sop_loss has -100: 0 is a class */
+    out->loss.ignore_index = desc->ignore_index;
+    out->sop_loss.vocab = 2; /* its ignore_index is -100, because 0 is a class */
+    if (out->model.grid->cp_rank > 0) out->sop_loss.ignore_index = MT_ZERO; /* see mti_bert_order */
     if (status == MT_SUCCESS && mti_model_is_last(&out->model)) status = mti_bert_heads(ctx, params, out);
     return mt_create_end(params, mark, out, sizeof *out, status);
 }
@@ -4446,17 +4789,19 @@ static mt_status mti_bert_lm_hidden(mt_context *ctx, const mt_bert *bert, mt_ten
     return mt_norm_layer_forward(ctx, &bert->lm_norm, act, *y, saved ? &saved->lm_norm : NULL);
 }
 
-/* Returns a view of the first tokens of sequences in x, which has all tokens or, with sequence_parallel, those of this
-   tensor rank. *first becomes the number of the first of these sequences. */
+/* Returns a view of the first tokens of sequences in x, which has the tokens of this context rank or, with
+   sequence_parallel, those of this tensor rank. *first becomes the number of the first of these sequences. Context rank
+   0 has the first tokens of all. */
 static mt_tensor mti_first_tokens(const mt_language_model *m, const mt_batch *batch, mt_tensor x, int64_t *first) {
     int64_t begin = m->desc.layer.sequence_parallel ? m->grid->tp_rank * x.rows : 0;
-    int64_t end = (begin + x.rows + batch->seq - 1) / batch->seq;
+    int64_t apart = mti_halves_of(&m->layers[0].attention, batch->seq).chunk, end;
     mt_tensor view;
-    *first = (begin + batch->seq - 1) / batch->seq;
-    if (end == *first) return mt_none();
-    view = mt_tensor_rows(x, *first * batch->seq - begin, 1);
+    *first = (begin + apart - 1) / apart;
+    end = mt_min(batch->sequences, (begin + x.rows + apart - 1) / apart);
+    if (end <= *first || m->grid->cp_rank > 0) return mt_none();
+    view = mt_tensor_rows(x, *first * apart - begin, 1);
     view.rows = end - *first;
-    view.ld = (x.ld ? x.ld : x.cols) * batch->seq;
+    view.ld = (x.ld ? x.ld : x.cols) * apart;
     return view;
 }
 
@@ -4472,9 +4817,11 @@ static mt_status mti_add_first_tokens(mt_context *ctx, const mt_language_model *
 }
 
 /* Computes *pooled [sequences, hidden] from x, the output of the model. Under sequence parallelism each rank has the
-   first tokens of some sequences, and the sum over the ranks has all of them. */
-static mt_status mti_bert_pool(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, mt_tensor x,
+   first tokens of some sequences, and the sum over the ranks has all of them. Of the context ranks only rank 0 has
+   first tokens: the others get them with to_all 1; otherwise theirs are zero, see mti_bert_order. */
+static mt_status mti_bert_pool(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, mt_tensor x, int to_all,
                                mt_bert_saved *saved, mt_tensor *pooled) {
+    const mt_grid *grid = bert->model.grid;
     int64_t n = batch->sequences, hidden = bert->desc.layer.hidden;
     mt_tensor tokens, h;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, n, hidden, &tokens));
@@ -4482,11 +4829,13 @@ static mt_status mti_bert_pool(mt_context *ctx, const mt_bert *bert, const mt_ba
     MT_TRY(mt_arena_tensor(ctx, x.dtype, n, hidden, pooled));
     MT_TRY(mt_fill(ctx, tokens, 0.0f));
     MT_TRY(mti_add_first_tokens(ctx, &bert->model, batch, x, tokens, 0));
+    if (bert->desc.layer.sequence_parallel || bert->model.cp)
+        MT_TRY(mt_declare(ctx, grid->dp_cp, tokens, mt_placement_of(ctx, grid->dp_cp, x)));
     if (bert->desc.layer.sequence_parallel) {
-        MT_TRY(mt_declare(ctx, bert->model.grid->tp, tokens, MT_PARTIAL));
-        MT_TRY(mt_declare(ctx, bert->model.grid->dp_cp, tokens, mt_placement_of(ctx, bert->model.grid->dp_cp, x)));
-        MT_TRY(mt_reduce_from_tensor_region_forward(ctx, bert->model.grid->tp, tokens));
+        MT_TRY(mt_declare(ctx, grid->tp, tokens, MT_PARTIAL));
+        MT_TRY(mt_reduce_from_tensor_region_forward(ctx, grid->tp, tokens));
     }
+    if (to_all) MT_TRY(mti_model_sum_context(ctx, &bert->model, tokens));
     MT_TRY(mt_column_parallel_linear_activation_forward(ctx, &bert->pooler, MT_TANH, tokens, h, *pooled,
                                                         saved ? &saved->pooler : NULL));
     if (saved) saved->pooled_h = h;
@@ -4503,13 +4852,35 @@ static mti_output mti_bert_sop_output(const mt_bert *bert, const mt_batch *batch
                          saved ? &saved->sop_loss : NULL, batch, 0.0f);
 }
 
+/* *out becomes the order of the sequences that this context rank computes with. Those of rank 0 count. The others have
+   no first tokens: their orders are all 0, which their sop_loss ignores. All of them take the same arena memory. */
+static mt_status mti_bert_order(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, const int32_t *order,
+                                const int32_t **out) {
+    mt_tensor ids;
+    *out = order;
+    if (!bert->model.cp) return MT_SUCCESS;
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, batch->sequences, &ids));
+    if (bert->model.grid->cp_rank == 0) return MT_SUCCESS;
+    *out = (const int32_t *)ids.data;
+    MT_TRY(mt_position_ids(ctx, 0, 1, NULL, 0, (int32_t *)ids.data, batch->sequences)); /* sequences of 1 token */
+    return mt_declare(ctx, bert->model.grid->dp_cp, mt_tensor_make(ids.data, MT_I32, batch->sequences, 1),
+                      MT_SPLIT_ROWS);
+}
+
+/* The rows that the hash log gets now are sequences, which count on context rank 0. */
+static void mti_bert_log_sequences(mt_context *ctx, const mt_bert *bert, const mt_batch *batch) {
+    mt_hash_log_tokens(ctx, batch->first_sequence);
+    if (bert->model.grid->cp_rank > 0) mt_hash_log_parts(ctx, bert->model.cp, NULL, 0, 0);
+}
+
 /* Computes the loss of the sentence order. The rows of its tensors are sequences, also in the hash log. */
 static mt_status mti_bert_sop_forward(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, mt_tensor x,
                                       const int32_t *order, mt_tensor loss, mt_bert_saved *saved) {
     mti_output out = mti_bert_sop_output(bert, batch, saved);
     mt_tensor pooled;
-    mt_hash_log_tokens(ctx, batch->first_sequence);
-    MT_TRY(mti_bert_pool(ctx, bert, batch, x, saved, &pooled));
+    mti_bert_log_sequences(ctx, bert, batch);
+    MT_TRY(mti_bert_order(ctx, bert, batch, order, &order));
+    MT_TRY(mti_bert_pool(ctx, bert, batch, x, 0, saved, &pooled));
     MT_TRY(mti_output_forward(ctx, &out, pooled, order, loss));
     return saved ? mt_hash_log_activation(ctx, "sop_loss", 0, "output", mti_as_column(loss), 0, NULL) : MT_SUCCESS;
 }
@@ -4522,7 +4893,7 @@ static mt_status mti_bert_forward(mt_context *ctx, const mt_bert *bert, const mt
     mt_tensor x, y;
     MT_TRY(mti_model_forward(ctx, &bert->model, batch, ids, NULL, input, output, saved ? &saved->model : NULL, &x));
     if (!mti_model_is_last(&bert->model)) return MT_SUCCESS;
-    MT_TRY(mti_bert_lm_hidden(ctx, bert, x, batch->sequences * batch->seq, saved, &y));
+    MT_TRY(mti_bert_lm_hidden(ctx, bert, x, mti_model_tokens(&bert->model, batch), saved, &y));
     MT_TRY(mti_output_forward(ctx, &out, y, targets, lm_loss));
     if (saved) MT_TRY(mt_hash_log_activation(ctx, "lm_loss", 0, "output", mti_as_column(lm_loss), 0, NULL));
     return bert->desc.no_binary_head ? MT_SUCCESS : mti_bert_sop_forward(ctx, bert, batch, x, order, sop_loss, saved);
@@ -4532,7 +4903,7 @@ static mt_status mti_bert_forward(mt_context *ctx, const mt_bert *bert, const mt
 static mt_status mti_bert_loss_check(mt_context *ctx, const char *function, const mt_bert *bert, const mt_batch *batch,
                                      const int32_t *targets, const int32_t *order, mt_tensor lm_loss,
                                      mt_tensor sop_loss) {
-    int64_t tokens = batch->sequences * batch->seq;
+    int64_t tokens = mti_model_tokens(&bert->model, batch);
     int last = mti_model_is_last(&bert->model);
     if (last) MT_TRY(mt_tensor_check(ctx, function, "lm_loss", lm_loss, MT_ARG_F32, 1, tokens));
     MT_TRY(mt_ids_check(ctx, "target", targets, tokens, bert->desc.vocab, mt_ignore_index(bert->loss.ignore_index)));
@@ -4542,8 +4913,7 @@ static mt_status mti_bert_loss_check(mt_context *ctx, const char *function, cons
                        order ? "sentence_order" : "sop_loss");
     }
     if (last) MT_TRY(mt_tensor_check(ctx, function, "sop_loss", sop_loss, MT_ARG_F32, 1, batch->sequences));
-    return mt_ids_check(ctx, "sentence order", order, batch->sequences, 2,
-                        mt_ignore_index(bert->sop_loss.ignore_index));
+    return mt_ids_check(ctx, "sentence order", order, batch->sequences, 2, mt_ignore_index(0));
 }
 
 static mt_status mti_bert_run_forward(mt_context *ctx, const char *function, const mt_bert *bert, const mt_batch *batch,
@@ -4595,7 +4965,7 @@ static mt_status mti_bert_sop_backward(mt_context *ctx, const mt_bert *bert, flo
     const mt_batch *batch = &saved->model.batch;
     mti_output out = mti_bert_sop_output(bert, batch, saved);
     mt_tensor dy, dh = saved->pooled_h;
-    mt_hash_log_tokens(ctx, batch->first_sequence);
+    mti_bert_log_sequences(ctx, bert, batch);
     MT_TRY(mt_arena_tensor(ctx, dx.dtype, dh.rows, dh.cols, &dy));
     MT_TRY(mti_output_backward(ctx, &out, scale, dy));
     MT_TRY(mt_column_parallel_activation_backward(ctx, &bert->pooler, MT_TANH, saved->pooled_h, dy, dh));
@@ -4609,7 +4979,7 @@ static mt_status mti_bert_backward(mt_context *ctx, const mt_bert *bert, float l
     const mt_batch *batch = &saved->model.batch;
     int last = mti_model_is_last(&bert->model);
     mt_tensor dy = doutput;
-    mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
+    mti_model_log_batch(ctx, &bert->model, batch);
     if (last) {
         MT_TRY(mti_model_room(ctx, &bert->model, mt_none(), mti_model_rows(&bert->model, batch), &dy));
         MT_TRY(mti_bert_lm_backward(ctx, bert, lm_scale, dy, saved));
@@ -4653,11 +5023,11 @@ static mt_status mti_bert_head_logits(mt_context *ctx, const mt_bert *bert, cons
                                       mt_tensor lm_logits, mt_tensor sop_logits) {
     mt_tensor y;
     if (lm_logits.data) {
-        MT_TRY(mti_bert_lm_hidden(ctx, bert, x, batch->sequences * batch->seq, NULL, &y));
+        MT_TRY(mti_bert_lm_hidden(ctx, bert, x, mti_model_tokens(&bert->model, batch), NULL, &y));
         MT_TRY(mt_column_parallel_linear_product(ctx, &bert->head, y, 1, lm_logits));
     }
     if (!sop_logits.data) return MT_SUCCESS;
-    MT_TRY(mti_bert_pool(ctx, bert, batch, x, NULL, &y));
+    MT_TRY(mti_bert_pool(ctx, bert, batch, x, 1, NULL, &y));
     return mt_column_parallel_linear_product(ctx, &bert->binary_head, y, 1, sop_logits);
 }
 
@@ -4681,7 +5051,7 @@ MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_b
     size_t mark;
     mt_status status;
     MT_TRY(mti_model_call_check(ctx, function, bert ? &bert->model : NULL, batch));
-    tokens = batch->sequences * batch->seq;
+    tokens = mti_model_tokens(&bert->model, batch);
     if (lm_logits.data)
         MT_TRY(mt_tensor_check(ctx, function, "lm_logits", lm_logits, MT_ARG_FLOAT, tokens, bert->desc.vocab));
     if (sop_logits.data && bert->desc.no_binary_head)

@@ -61,7 +61,7 @@
 
 typedef struct options {
     const char *init_from, *data, *log;
-    double tp, dp, pp, seq, stride, micro_batch, words, threads, timeout;
+    double tp, cp, dp, pp, seq, stride, micro_batch, words, threads, timeout;
     int dtype, device, sequence_parallel, no_pinning, help;
 } options;
 
@@ -88,6 +88,7 @@ static const flag flags[] = {
     {"words", WHOLE, AT(words), 0, 1e15, "words of the original text (0: as --data has it)"},
     {"micro-batch", WHOLE, AT(micro_batch), 1, 1 << 20, "windows in one forward of a rank"},
     {"tp", WHOLE, AT(tp), 1, MAX_RANKS, "tensor parallel ranks"},
+    {"cp", WHOLE, AT(cp), 1, MAX_RANKS, "context parallel ranks, which have parts of each window"},
     {"dp", WHOLE, AT(dp), 1, MAX_RANKS, "data parallel ranks, which share the windows"},
     {"pp", WHOLE, AT(pp), 1, MAX_RANKS, "pipeline stages, which share the layers evenly"},
     {"sequence-parallel", SWITCH, AT(sequence_parallel), 0, 1, "split tokens outside the tensor parallel regions"},
@@ -373,6 +374,9 @@ static mt_status find_model(job *j) {
     return status;
 }
 
+/* Returns what the tokens of a window must be a multiple of. With --cp, a rank has two parts of a window. */
+static double seq_unit(const options *o) { return (o->cp > 1 ? 2 * o->cp : 1) * (o->sequence_parallel ? o->tp : 1); }
+
 /* Checks the flags with the model, and sets those that are 0. The library checks how the ranks divide the model. */
 static int check_options(options *o, const mt_gpt_desc *gpt) {
     double max = (double)gpt->max_seq;
@@ -382,12 +386,16 @@ static int check_options(options *o, const mt_gpt_desc *gpt) {
         fprintf(stderr, "eval_gpt: --seq %.15g is more than the %.15g positions of the model\n", o->seq, max);
     else if (o->stride > o->seq)
         fprintf(stderr, "eval_gpt: --stride %.15g is more than --seq %.15g\n", o->stride, o->seq);
-    else if (o->sequence_parallel && fmod(o->seq, o->tp) != 0)
+    else if (o->cp > 1 && fmod(o->seq, seq_unit(o)) != 0)
+        fprintf(stderr, "eval_gpt: --seq %.15g is not a multiple of %.15g: each of --cp %.15g ranks has 2 parts%s\n",
+                o->seq, seq_unit(o), o->cp,
+                o->sequence_parallel ? ", which --sequence-parallel divides over --tp" : "");
+    else if (fmod(o->seq, seq_unit(o)) != 0)
         fprintf(stderr, "eval_gpt: --seq %.15g is not a multiple of --tp %.15g, which --sequence-parallel needs\n",
                 o->seq, o->tp);
-    else if (o->tp * o->dp * o->pp > MAX_RANKS)
-        fprintf(stderr, "eval_gpt: --tp %.15g x --dp %.15g x --pp %.15g are more than %d ranks\n", o->tp, o->dp, o->pp,
-                MAX_RANKS);
+    else if (o->tp * o->cp * o->dp * o->pp > MAX_RANKS)
+        fprintf(stderr, "eval_gpt: --tp %.15g x --cp %.15g x --dp %.15g x --pp %.15g are more than %d ranks\n", o->tp,
+                o->cp, o->dp, o->pp, MAX_RANKS);
     else if (gpt->layer.scores.mask != MT_MASK_CAUSAL)
         fprintf(stderr, "eval_gpt: the model is not causal: each of its tokens sees its own target\n");
     else return 1;
@@ -443,9 +451,10 @@ typedef struct evaluator {
     double start, reported; /* seconds */
 } evaluator;
 
-static int rank_count(const options *o) { return (int)(o->tp * o->dp * o->pp); }
+static int rank_count(const options *o) { return (int)(o->tp * o->cp * o->dp * o->pp); }
 static int is_last_stage(const evaluator *e) { return e->grid.pp_rank + 1 == e->grid.pp_size; }
-static int64_t group_tokens(const options *o) { return (int64_t)(o->micro_batch * o->seq); }
+/* Returns the tokens of a group that a context rank has. */
+static int64_t group_tokens(const options *o) { return (int64_t)(o->micro_batch * o->seq / o->cp); }
 static int64_t group_count(const job *j) {
     int64_t micro = (int64_t)j->o.micro_batch;
     return (j->window_count + micro - 1) / micro;
@@ -468,6 +477,7 @@ static window window_of(const job *j, int64_t group, int64_t i) {
 static mt_status compare_ranks(const evaluator *e) {
     const options *o = &e->job->o;
     const double numbers[] = {o->tp,
+                              o->cp,
                               o->dp,
                               o->pp,
                               o->seq,
@@ -477,8 +487,17 @@ static mt_status compare_ranks(const evaluator *e) {
                               (double)o->device,
                               (double)o->dtype,
                               (double)o->sequence_parallel};
-    static const char *const names[] = {"--tp",          "--dp",    "--pp",     "--seq",   "--stride",
-                                        "--micro-batch", "--words", "--device", "--dtype", "--sequence-parallel"};
+    static const char *const names[] = {"--tp",
+                                        "--cp",
+                                        "--dp",
+                                        "--pp",
+                                        "--seq",
+                                        "--stride",
+                                        "--micro-batch",
+                                        "--words",
+                                        "--device",
+                                        "--dtype",
+                                        "--sequence-parallel"};
     enum { COUNT = sizeof numbers / sizeof *numbers };
     char values[COUNT + 1][64];
     mt_setting told[COUNT + 1] = {{"--data", values[0]}};
@@ -521,7 +540,7 @@ static mt_status evaluator_create(mt_comm *world, const job *j, mt_device device
                              .threads = (int)o->threads,
                              .ordinal = mt_comm_local_rank(world) % (int)fmax(1, mt_device_count(device)),
                              .planned = (mt_device)o->device};
-    mt_grid_desc shape = {.tp = (int)o->tp, .dp = (int)o->dp, .pp = (int)o->pp};
+    mt_grid_desc shape = {.tp = (int)o->tp, .dp = (int)o->dp, .pp = (int)o->pp, .cp = (int)o->cp};
     mt_checkpoint_desc files = {.directory = NULL}; /* only imports */
     e->job = j;
     MT_TRY(mt_context_create(world, &where, &e->ctx));
@@ -564,17 +583,36 @@ static void report_progress(evaluator *e, int64_t done) {
 
 /* ---- the loss of each target of a text --------------------------------------------------------------------------- */
 
+/* A token of this rank: number `at` of a window. */
+typedef struct place {
+    window w;
+    int64_t at;
+} place;
+
+/* Returns the token in row `row` of a group whose windows have `seq` tokens. */
+static place place_of(const evaluator *e, int64_t group, int64_t seq, int64_t row) {
+    int64_t token =
+        mt_context_parallel_token(NULL, e->grid.cp_rank, e->grid.cp_size, (int64_t)e->job->o.micro_batch, seq, row);
+    place p = {window_of(e->job, group, token / seq), token % seq};
+    return p;
+}
+
+/* Returns its id; 0: the window is shorter. */
+static int32_t id_at(const evaluator *e, const place *p) {
+    return p->at < p->w.length ? e->job->data.tokens[p->w.first + p->at] : 0;
+}
+
+/* Returns whether the target of a token counts. */
+static int counts(const place *p) { return p->at < p->w.length && p->at >= p->w.length - p->w.counted; }
+
 /* Copies `groups` groups to the device. Targets that do not count have the value that the loss ignores. */
 static mt_status load_groups(evaluator *e, int64_t first, int64_t groups) {
     const job *j = e->job;
-    int64_t seq = (int64_t)j->o.seq, micro = (int64_t)j->o.micro_batch, tokens = groups * micro * seq;
-    for (int64_t i = 0; i < groups * micro; i++) {
-        window w = window_of(j, first + i / micro, i % micro);
-        for (int64_t t = 0; t < seq; t++) {
-            int counts = t < w.length && t >= w.length - w.counted;
-            e->host_ids[i * seq + t] = t < w.length ? j->data.tokens[w.first + t] : 0;
-            e->host_targets[i * seq + t] = counts ? j->data.tokens[w.first + t + 1] : -100;
-        }
+    int64_t part = group_tokens(&j->o), tokens = groups * part;
+    for (int64_t i = 0; i < tokens; i++) {
+        place p = place_of(e, first + i / part, (int64_t)j->o.seq, i % part);
+        e->host_ids[i] = id_at(e, &p);
+        e->host_targets[i] = counts(&p) ? j->data.tokens[p.w.first + p.at + 1] : -100;
     }
     MT_TRY(mt_upload(e->ctx, e->host_ids, mt_tensor_make(e->ids, MT_I32, 1, tokens)));
     return mt_upload(e->ctx, e->host_targets, mt_tensor_make(e->targets, MT_I32, 1, tokens));
@@ -593,8 +631,8 @@ static mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_ten
 /* Computes a round of `groups` groups. The last stage gets the results. */
 static mt_status text_round(evaluator *e, int64_t first, int64_t groups) {
     const job *j = e->job;
-    int64_t seq = (int64_t)j->o.seq, micro = (int64_t)j->o.micro_batch;
-    mt_pipeline_stage stage = {.rows = group_tokens(&j->o) / (j->o.sequence_parallel ? (int64_t)j->o.tp : 1),
+    int64_t part = group_tokens(&j->o);
+    mt_pipeline_stage stage = {.rows = part / (j->o.sequence_parallel ? (int64_t)j->o.tp : 1),
                                .cols = j->gpt.layer.hidden,
                                .dtype = mt_params_dtype(e->params),
                                .forward = forward,
@@ -606,9 +644,9 @@ static mt_status text_round(evaluator *e, int64_t first, int64_t groups) {
     MT_TRY(mt_pipeline_run(e->ctx, &e->grid, &stage, e->actions, count));
     if (!is_last_stage(e)) return MT_SUCCESS;
     MT_TRY(mt_download(e->ctx, mt_tensor_rows(e->losses, 0, groups), e->numbers));
-    for (int64_t i = 0; i < groups * micro; i++) {
-        window w = window_of(j, first + i / micro, i % micro);
-        memcpy(e->results + w.result, e->numbers + i * seq + w.length - w.counted, (size_t)w.counted * sizeof(float));
+    for (int64_t i = 0; i < groups * part; i++) {
+        place p = place_of(e, first + i / part, (int64_t)j->o.seq, i % part);
+        if (counts(&p)) e->results[p.w.result + p.at - (p.w.length - p.w.counted)] = e->numbers[i];
     }
     return MT_SUCCESS;
 }
@@ -626,9 +664,9 @@ static float is_largest(const float *x, int64_t count, int64_t index) {
     return best == index;
 }
 
-/* Returns the tokens of the longest window of a group. Sequence parallelism needs a multiple of the tensor ranks. */
+/* Returns the tokens of the longest window of a group, and as many as make a multiple of seq_unit. */
 static int64_t group_seq(const job *j, int64_t group) {
-    int64_t unit = j->o.sequence_parallel ? (int64_t)j->o.tp : 1, longest = 1;
+    int64_t unit = (int64_t)seq_unit(&j->o), longest = 1;
     for (int64_t i = 0; i < (int64_t)j->o.micro_batch; i++) {
         window w = window_of(j, group, i);
         if (w.length > longest) longest = w.length;
@@ -639,19 +677,19 @@ static int64_t group_seq(const job *j, int64_t group) {
 /* Computes the logits after each window of a group, and whether the next token has the largest. */
 static mt_status cloze_group(evaluator *e, int64_t group) {
     const job *j = e->job;
-    int64_t micro = (int64_t)j->o.micro_batch, vocab = j->gpt.vocab;
+    int64_t micro = (int64_t)j->o.micro_batch, vocab = j->gpt.vocab, tokens;
     mt_batch batch = {.sequences = micro, .seq = group_seq(j, group)};
     size_t mark = mt_arena_mark(e->ctx);
     mt_tensor lengths, logits;
-    for (int64_t i = 0; i < micro; i++) {
-        window w = window_of(j, group, i);
-        e->host_targets[i] = (int32_t)w.length;
-        for (int64_t t = 0; t < batch.seq; t++)
-            e->host_ids[i * batch.seq + t] = t < w.length ? j->data.tokens[w.first + t] : 0;
+    for (int64_t i = 0; i < micro; i++) e->host_targets[i] = (int32_t)window_of(j, group, i).length;
+    tokens = micro * batch.seq / e->grid.cp_size;
+    for (int64_t i = 0; i < tokens; i++) {
+        place p = place_of(e, group, batch.seq, i);
+        e->host_ids[i] = id_at(e, &p);
     }
     MT_TRY(mt_arena_tensor(e->ctx, MT_I32, 1, micro, &lengths));
     MT_TRY(mt_arena_tensor(e->ctx, MT_F32, micro, vocab, &logits));
-    MT_TRY(mt_upload(e->ctx, e->host_ids, mt_tensor_make(e->ids, MT_I32, 1, micro * batch.seq)));
+    MT_TRY(mt_upload(e->ctx, e->host_ids, mt_tensor_make(e->ids, MT_I32, 1, tokens)));
     MT_TRY(mt_upload(e->ctx, e->host_targets, lengths));
     batch.lengths = (const int32_t *)lengths.data;
     MT_TRY(mt_gpt_logits(e->ctx, &e->gpt, &batch, e->ids, logits));
@@ -659,7 +697,7 @@ static mt_status cloze_group(evaluator *e, int64_t group) {
     mt_arena_release(e->ctx, mark);
     for (int64_t i = 0; i < micro; i++) {
         window w = window_of(j, group, i);
-        if (w.counted)
+        if (w.counted && e->grid.cp_rank == 0) /* the context ranks have the same logits */
             e->results[w.result] = is_largest(e->numbers + i * vocab, vocab, j->data.tokens[w.first + w.length]);
     }
     return MT_SUCCESS;
@@ -667,7 +705,7 @@ static mt_status cloze_group(evaluator *e, int64_t group) {
 
 /* ---- all results ------------------------------------------------------------------------------------------------- */
 
-/* Gives every rank the results of all. A result of another data rank is 0 here, so the sums are exact. */
+/* Gives every rank the results of all. A result of another data or context rank is 0 here, so the sums are exact. */
 static mt_status share_results(evaluator *e) {
     size_t mark = mt_arena_mark(e->ctx);
     int64_t all = e->job->results, room = all < SHARE_FLOATS ? all : SHARE_FLOATS;
@@ -677,7 +715,7 @@ static mt_status share_results(evaluator *e) {
         int64_t count = all - at < room ? all - at : room;
         mt_tensor some = mt_tensor_cols(part, 0, count);
         MT_TRY(mt_upload(e->ctx, e->results + at, some));
-        MT_TRY(mt_all_reduce(e->ctx, e->grid.dp, part.data, part.data, (size_t)count, MT_F32, MT_SUM));
+        MT_TRY(mt_all_reduce(e->ctx, e->grid.dp_cp, part.data, part.data, (size_t)count, MT_F32, MT_SUM));
         MT_TRY(mt_broadcast(e->ctx, e->grid.pp, part.data, part.data, (size_t)count, MT_F32, e->grid.pp_size - 1));
         MT_TRY(mt_download(e->ctx, some, e->results + at));
     }
@@ -878,7 +916,7 @@ static mt_status run(job *j) {
 }
 
 int main(int argc, char **argv) {
-    job job = {.o = {.tp = 1, .dp = 1, .pp = 1, .micro_batch = 4, .threads = 1, .timeout = 600}};
+    job job = {.o = {.tp = 1, .cp = 1, .dp = 1, .pp = 1, .micro_batch = 4, .threads = 1, .timeout = 600}};
     mt_status status;
     setlocale(LC_NUMERIC, "C"); /* flags and logs have a decimal point in every locale */
     if (!parse_options(argc, argv, &job.o)) return 2;

@@ -220,13 +220,13 @@ static inline int is_apart_from_streams(const char *flag, const char *log) {
 /* The flags of all programs. A program does not read the fields of flags that its table lacks. */
 typedef struct options {
     const char *data, *log, *hash_log, *prompt, *checkpoint, *init_from, *machine;
-    double tp, dp, pp, layers, hidden, heads, kv_heads, ffn, seq, max_seq, batch, micro_batch, steps, warmup, seed,
+    double tp, cp, dp, pp, layers, hidden, heads, kv_heads, ffn, seq, max_seq, batch, micro_batch, steps, warmup, seed,
         eval_interval;
     double sample, top_k, top_p, vocab, threads, invariant, invariant_data, lr, min_lr, dropout, clip, weight_decay,
         label_smoothing;
     double temperature, timeout, bucket_mb, save_interval, window, softcap, check;
     int dtype, device, cuda_graph, recompute, schedule, config, distributed_optimizer, sequence_parallel, interleave,
-        no_pinning, rotary, activation, placement;
+        no_pinning, rotary, activation, placement, cp_comm_type;
     int rmsnorm, untied, alibi, resume, dry_run, help;
     char given[MAX_FLAGS]; /* of flags[i]: GIVEN, GIVEN_BY_CONFIG, or 0 */
 } options;
@@ -234,17 +234,33 @@ typedef struct options {
 enum { GIVEN = 1, GIVEN_BY_CONFIG };
 
 /* A LEVEL is a whole number that may be left out: it is then 1. */
-enum { TEXT, WHOLE, LEVEL, REAL, SWITCH, DTYPE, DEVICE, RECOMPUTE, SCHEDULE, ACTIVATION, PLACEMENT, CONFIG };
+enum {
+    TEXT,
+    WHOLE,
+    LEVEL,
+    REAL,
+    SWITCH,
+    DTYPE,
+    DEVICE,
+    RECOMPUTE,
+    SCHEDULE,
+    ACTIVATION,
+    PLACEMENT,
+    CP_COMM_TYPE,
+    CONFIG
+};
 
-/* The values of flags of the kinds DTYPE to PLACEMENT, in this order; those of CONFIG are `configs`. The index of a
-   value is its number in mt_dtype, mt_device, mt_recompute, mt_schedule, mt_activation or mt_placement. */
+/* The values of flags of the kinds DTYPE to CP_COMM_TYPE, in this order; those of CONFIG are `configs`. The index of a
+   value is its number in mt_dtype, mt_device, mt_recompute, mt_schedule, mt_activation, mt_placement or
+   mt_cp_comm_type. */
 static const char *const choices[][MT_ACTIVATION_COUNT] = {
     {"f32", "bf16", "f16"},
     {"cpu", "cuda"},
     {"none", "selective", "full"},
     {"1f1b", "gpipe"},
     {"gelu", "gelu-erf", "swiglu", "squared-relu", "relu", "tanh"},
-    {"pre-ln", "post-ln"}};
+    {"pre-ln", "post-ln"},
+    {"auto", "p2p", "allgather", "a2a"}};
 
 typedef struct flag {
     const char *name;
@@ -261,6 +277,9 @@ typedef struct flag {
 #define SPLIT_FLAGS \
     {"dtype", DTYPE, AT(dtype), 0, 2, "f32, bf16 or f16, of weights and activations; f16 scales the loss"}, \
     {"tp", WHOLE, AT(tp), 1, 1024, "tensor parallel ranks"}, \
+    {"cp", WHOLE, AT(cp), 1, 1024, "context parallel ranks, which have parts of each sequence"}, \
+    {"cp-comm-type", CP_COMM_TYPE, AT(cp_comm_type), 0, 3, \
+     "auto, p2p, allgather or a2a: how context parallel ranks share keys and values"}, \
     {"dp", WHOLE, AT(dp), 1, 1024, "data parallel ranks"}, \
     {"bucket-mb", REAL, AT(bucket_mb), 0, 1e6, \
      "MB of gradients that one collective sums over data parallel ranks (0: 160, or 4 x --dp)"}, \
@@ -459,6 +478,10 @@ static int parse_options(int argc, char **argv, options *o) {
         fprintf(stderr, PROGRAM ": unexpected argument '%s'; flags start with --, see --help\n", argv[optind]);
     return optind >= argc;
 }
+
+/* Returns what the tokens of a sequence must be a multiple of. With --cp, a rank has two parts of a sequence. */
+static double seq_unit(const options *o) { return (o->cp > 1 ? 2 * o->cp : 1) * (o->sequence_parallel ? o->tp : 1); }
+
 /* Checks how the ranks divide a batch, and chooses the micro-batch. The library checks the model.
    Returns 0 after it has printed what is wrong. */
 static int check_split(options *o) {
@@ -479,18 +502,25 @@ static int check_split(options *o) {
         fprintf(stderr,
                 PROGRAM ": the %.15g sequences of a rank (--batch / --dp) are not a multiple of --micro-batch %.15g\n",
                 per_rank, o->micro_batch);
-    else if (o->sequence_parallel && fmod(o->seq, o->tp) != 0)
+    else if (o->cp > 1 && fmod(o->seq, seq_unit(o)) != 0)
+        fprintf(stderr, PROGRAM ": --seq %.15g is not a multiple of %.15g: each of --cp %.15g ranks has 2 parts%s\n",
+                o->seq, seq_unit(o), o->cp,
+                o->sequence_parallel ? ", which --sequence-parallel divides over --tp" : "");
+    else if (fmod(o->seq, seq_unit(o)) != 0)
         fprintf(stderr, PROGRAM ": --seq %.15g is not a multiple of --tp %.15g, which --sequence-parallel needs\n",
                 o->seq, o->tp);
+    else if (o->cp > 1 && o->invariant > 0)
+        fprintf(stderr, PROGRAM ": --invariant does not yet know context parallel ranks, leave --cp %.15g out\n",
+                o->cp);
     else if (o->interleave && (o->tp == 1 || o->sequence_parallel || o->invariant > 0 || o->micro_batch == 1))
         fprintf(stderr, PROGRAM ": --interleave has no effect with %s\n",
                 o->tp == 1             ? "--tp 1"
                 : o->sequence_parallel ? "--sequence-parallel"
                 : o->invariant > 0     ? "--invariant"
                                        : "--micro-batch 1");
-    else if (o->tp * o->dp * o->pp > MAX_RANKS)
-        fprintf(stderr, PROGRAM ": --tp %.15g x --dp %.15g x --pp %.15g are more than %d ranks\n", o->tp, o->dp, o->pp,
-                MAX_RANKS);
+    else if (o->tp * o->cp * o->dp * o->pp > MAX_RANKS)
+        fprintf(stderr, PROGRAM ": --tp %.15g x --cp %.15g x --dp %.15g x --pp %.15g are more than %d ranks\n", o->tp,
+                o->cp, o->dp, o->pp, MAX_RANKS);
     else if ((o->resume || o->save_interval > 0) && !o->checkpoint)
         fprintf(stderr, PROGRAM ": --%s needs --checkpoint DIR\n", o->resume ? "resume" : "save-interval");
     else if (o->machine && !o->dry_run) fprintf(stderr, PROGRAM ": --machine needs --dry-run\n");
@@ -615,7 +645,7 @@ struct job {
     int refused;                  /* 1: rank 0 has printed why the run does not begin */
 };
 
-enum { GROUPS = 5 };
+enum { GROUPS = 7 };
 
 struct trainer {
     const struct job *job;
@@ -633,9 +663,9 @@ struct trainer {
     int64_t first_step;        /* 0, or with --resume the step of the checkpoint */
     mt_hash_log *hashes;       /* NULL without --hash-log */
     FILE *table;               /* NULL outside tabulate */
-    /* staging: one sequence, on the host; inputs: TOKEN_INPUTS arrays of all tokens and SEQUENCE_INPUTS arrays of all
-       sequences of this data rank in a step or in an evaluation, on the device */
-    int32_t *staging, *inputs;
+    /* TOKEN_INPUTS arrays of all tokens and SEQUENCE_INPUTS arrays of all sequences of this rank in a step or in an
+       evaluation, on the device */
+    int32_t *inputs;
     int64_t sequences;   /* that `inputs` has room for */
     size_t device_bytes; /* of inputs, losses and totals together */
     mt_action *actions;
@@ -648,14 +678,18 @@ struct trainer {
     mt_ledger ledgers[GROUPS]; /* of the last step */
 };
 
-static int rank_count(const options *o) { return (int)(o->tp * o->dp * o->pp); }
+static int rank_count(const options *o) { return (int)(o->tp * o->cp * o->dp * o->pp); }
+/* Returns the ranks of a pipeline stage. */
+static int stage_ranks(const options *o) { return (int)(o->tp * o->cp * o->dp); }
+/* Returns the tokens of sequences that a context rank has. */
+static int64_t tokens_of(const options *o, int64_t sequences) { return sequences * (int64_t)(o->seq / o->cp); }
 static int is_last_stage(const trainer *t) { return t->grid.pp_rank + 1 == t->grid.pp_size; }
 
 /* Returns array i of inputs, from sequence `at` on: the first TOKEN_INPUTS arrays are of tokens, the others of
-   sequences. */
+   sequences. Of tokens, `at` must begin a micro-batch. */
 static int32_t *input_of(const trainer *t, int i, int64_t at) {
-    int64_t seq = (int64_t)t->job->o.seq, tokens = t->sequences * seq;
-    if (i < TOKEN_INPUTS) return t->inputs + i * tokens + at * seq;
+    int64_t tokens = tokens_of(&t->job->o, t->sequences);
+    if (i < TOKEN_INPUTS) return t->inputs + i * tokens + tokens_of(&t->job->o, at);
     return t->inputs + TOKEN_INPUTS * tokens + (i - TOKEN_INPUTS) * t->sequences + at;
 }
 
@@ -675,7 +709,7 @@ static mt_status create_slots(trainer *t) {
     t->slots = mt_pipeline_slots(t->actions, count);
     MT_TRY(create_saved(t));
     t->sequences = (int64_t)ceil((double)totals / o->dp);
-    inputs = t->sequences * (TOKEN_INPUTS * (int64_t)o->seq + SEQUENCE_INPUTS);
+    inputs = TOKEN_INPUTS * tokens_of(o, t->sequences) + SEQUENCE_INPUTS * t->sequences;
     losses = t->micro_tokens + SEQUENCE_LOSSES * (int64_t)o->micro_batch;
     t->device_bytes = (size_t)(inputs + t->slots * losses + totals * TOTALS) * 4;
     MT_TRY(mt_context_alloc(t->ctx, t->device_bytes, &memory));
@@ -739,7 +773,7 @@ static mt_status compare_ranks(const trainer *t) {
 /* Creates everything that a rank needs. device is MT_DEVICE_META for a plan. */
 static mt_status trainer_create(mt_comm *world, const job *job, mt_device device, trainer *t) {
     const options *o = &job->o;
-    mt_context_desc where = {.arena_bytes = job->stages[mt_comm_rank(world) / (int)(o->tp * o->dp)].arena,
+    mt_context_desc where = {.arena_bytes = job->stages[mt_comm_rank(world) / stage_ranks(o)].arena,
                              .device = device,
                              .threads = (int)o->threads,
                              .invariant = (int)o->invariant,
@@ -747,15 +781,16 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
                              .check = (int)o->check,
                              .ordinal = mt_comm_local_rank(world) % (int)fmax(1, mt_device_count(device)),
                              .planned = (mt_device)o->device};
-    mt_grid_desc shape = {.tp = (int)o->tp, .dp = (int)o->dp, .pp = (int)o->pp};
-    mt_parallel_options layers = {.interleave = o->interleave};
+    mt_grid_desc shape = {.tp = (int)o->tp, .dp = (int)o->dp, .pp = (int)o->pp, .cp = (int)o->cp};
+    mt_parallel_options layers = {.interleave = o->interleave,
+                                  .context = {.comm_type = (mt_cp_comm_type)o->cp_comm_type}};
     mt_optimizer_desc adamw = {.beta2 = ADAM_BETA2, .eps = ADAM_EPS, .weight_decay = (float)o->weight_decay};
     mt_loss_scaler_desc constant = {.initial_scale = 1, .growth = 1};
     mt_data_parallel_desc share = {.bucket_bytes = (size_t)(o->bucket_mb * 1e6),
                                    .sharded_optimizer = o->distributed_optimizer};
     mt_checkpoint_desc files = {.directory = o->checkpoint, .optimizer = &t->optimizer};
     t->job = job;
-    t->micro_tokens = (int64_t)(o->micro_batch * o->seq);
+    t->micro_tokens = tokens_of(o, (int64_t)o->micro_batch);
     MT_TRY(mt_context_create(world, &where, &t->ctx));
     MT_TRY(mt_parallel_set_options(t->ctx, &layers));
     if (device != MT_DEVICE_META) MT_TRY(mt_comm_create_for(t->ctx, world, &t->comm));
@@ -772,12 +807,7 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
     MT_TRY(mt_loss_scaler_create(t->ctx, o->dtype == MT_F16 ? NULL : &constant, &t->scaler));
     MT_TRY(create_slots(t));
     if (o->hash_log) MT_TRY(mt_hash_log_create(t->ctx, &t->grid, &t->hashes));
-    if (o->checkpoint || o->init_from) MT_TRY(create_checkpoint(t, &files));
-    if (device == MT_DEVICE_META) return MT_SUCCESS;
-    t->staging = (int32_t *)malloc((size_t)(TOKEN_INPUTS * o->seq + SEQUENCE_INPUTS) * sizeof *t->staging);
-    if (t->staging) return MT_SUCCESS;
-    fprintf(stderr, PROGRAM ": no memory for a sequence of %.15g tokens\n", o->seq);
-    return MT_ERR_MEMORY;
+    return o->checkpoint || o->init_from ? create_checkpoint(t, &files) : MT_SUCCESS;
 }
 
 static void trainer_destroy(trainer *t) {
@@ -793,7 +823,6 @@ static void trainer_destroy(trainer *t) {
     mt_comm_destroy(t->comm);
     mt_context_destroy(t->ctx);
     free(t->actions);
-    free(t->staging);
 }
 
 /* A pass over sequences [first, end) of a training step, or of the `of` sequences of the validation set, in
@@ -806,7 +835,28 @@ struct pass {
 
 /* Returns the rows of an activation on this rank. */
 static int64_t rows_of(const options *o, int64_t sequences) {
-    return sequences * (int64_t)o->seq / (o->sequence_parallel ? (int64_t)o->tp : 1);
+    return tokens_of(o, sequences) / (o->sequence_parallel ? (int64_t)o->tp : 1);
+}
+
+/* Returns the sequences of the micro-batch that begins with sequence `first`. */
+static int64_t sequences_of(const pass *p, int64_t first) {
+    return p->end - first < p->micro ? p->end - first : p->micro;
+}
+
+/* Copies what this context rank has of sequence `at` to the device, from x [seq] to array `input`. Its rows in the
+   micro-batch are those of mt_context_parallel_token. */
+static mt_status upload_sequence(const pass *p, int input, int64_t at, const int32_t *x) {
+    trainer *t = p->t;
+    int64_t seq = (int64_t)t->job->o.seq, number = (at - p->first) % p->micro, count = sequences_of(p, at - number);
+    int parts = t->grid.cp_size > 1 ? 2 : 1;
+    int64_t chunk = seq / t->grid.cp_size / parts;
+    for (int part = 0; part < parts; part++) {
+        int64_t row = (part * count + number) * chunk;
+        int64_t token = mt_context_parallel_token(NULL, t->grid.cp_rank, t->grid.cp_size, count, seq, row);
+        int32_t *to = input_of(t, input, at - number - p->first) + row;
+        MT_TRY(mt_upload(t->ctx, x + token % seq, mt_tensor_make(to, MT_I32, 1, chunk)));
+    }
+    return MT_SUCCESS;
 }
 
 /* The last micro-batch of an evaluation may have fewer rows than the tensors of the pipeline. */
@@ -819,13 +869,21 @@ static mt_tensor total_of(const trainer *t, const mt_action *a, int i) {
 
 /* ---- the table of --check ---------------------------------------------------------------------------------------- */
 
-#define ROW "%-37s %-37s %-7s %-12s %-11s %s\n"
-
 /* Returns what x is on the ranks of a group. In a group of one it is whole. The words are shorter than those of
    mt_placement_name, so that a row has at most 120 columns. */
 static const char *placement_text(const trainer *t, const mt_comm *comm, mt_tensor x) {
     static const char *const texts[] = {"replicated", "split rows", "split cols", "partial", "not known"};
     return mt_comm_size(comm) > 1 ? texts[mt_placement_of(t->ctx, comm, x)] : "whole";
+}
+
+/* Writes the cells of a row. The last one is only there with context ranks. */
+static void write_cells(const trainer *t, const char *call, const char *parameter, const char *name, const char *shape,
+                        const char *over_tensor, const char *over_data, const char *over_context) {
+    const char *cells[] = {call, parameter, name, shape, over_tensor, over_data, over_context};
+    static const int widths[] = {37, 37, 7, 12, 11, 11};
+    const int last = t->grid.cp_size > 1 ? 6 : 5;
+    for (int i = 0; i < last; i++) fprintf(t->table, "%-*s ", widths[i], cells[i]);
+    fprintf(t->table, "%s\n", cells[last]);
 }
 
 /* Writes a row. The name of a parameter is without that of its layer. */
@@ -834,8 +892,8 @@ static void write_row(const trainer *t, const char *call, const char *parameter,
     char shape[48];
     snprintf(shape, sizeof shape, "[%lld, %lld]", (long long)x.rows, (long long)x.cols);
     if (layer) parameter = layer + strlen(".layers.0.");
-    fprintf(t->table, ROW, call, parameter ? parameter : "", name, shape, placement_text(t, t->grid.tp, x),
-            placement_text(t, t->grid.dp, x));
+    write_cells(t, call, parameter ? parameter : "", name, shape, placement_text(t, t->grid.tp, x),
+                placement_text(t, t->grid.dp, x), placement_text(t, t->grid.cp, x));
 }
 
 /* Returns the parameter whose gradient, or a part of it, is x, or NULL. */
@@ -875,7 +933,7 @@ static mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_ten
     const pass *p = (const pass *)user;
     trainer *t = p->t;
     const options *o = &t->job->o;
-    int64_t first = p->first + a->micro_batch * p->micro, count = p->end - first < p->micro ? p->end - first : p->micro;
+    int64_t first = p->first + a->micro_batch * p->micro, count = sequences_of(p, first);
     int64_t rows = rows_of(o, count);
     mt_batch batch = {.sequences = count,
                       .seq = (int64_t)o->seq,
@@ -906,7 +964,7 @@ static pass pass_of(trainer *t, int64_t step, int64_t sequences, int64_t micro, 
     return p;
 }
 
-/* Runs a pass. The first row of t->totals becomes the sums over all data ranks. */
+/* Runs a pass. The first row of t->totals becomes the sums over all data and context ranks. */
 static mt_status run_pass(pass *p) {
     trainer *t = p->t;
     mt_pipeline_stage stage = {.rows = rows_of(&t->job->o, p->micro),
@@ -922,13 +980,15 @@ static mt_status run_pass(pass *p) {
     MT_TRY(mt_fill(t->ctx, t->totals, 0.0f));
     MT_TRY(mt_pipeline_run(t->ctx, &t->grid, &stage, t->actions, count));
     MT_TRY(mt_tree_sum(t->ctx, mt_tensor_rows(t->totals, 0, n)));
-    MT_TRY(mt_all_reduce(t->ctx, t->grid.dp, total, total, TOTALS, MT_F32, MT_SUM));
+    MT_TRY(mt_all_reduce(t->ctx, t->grid.dp_cp, total, total, TOTALS, MT_F32, MT_SUM));
     return mt_broadcast(t->ctx, t->grid.pp, total, total, TOTALS, MT_F32, t->grid.pp_size - 1); /* by the last stage */
 }
 
 /* Returns communicator number i; NULL when this rank has no such group. */
 static mt_comm *group(const trainer *t, int i) {
-    mt_comm *const all[GROUPS] = {t->grid.tp, t->grid.dp, t->grid.pp, t->grid.model, t->grid.embedding};
+    mt_comm *const dp_cp = t->grid.cp_size > 1 ? t->grid.dp_cp : NULL; /* otherwise it is dp */
+    mt_comm *const all[GROUPS] = {t->grid.tp, t->grid.cp,    t->grid.dp,       dp_cp,
+                                  t->grid.pp, t->grid.model, t->grid.embedding};
     return all[i];
 }
 
@@ -1355,6 +1415,7 @@ static void print_model(const trainer *t) {
            "%.15g x data parallel%s",
            model_name(o), o->layers, o->hidden, o->heads, o->vocab, (long long)t->job->parameters,
            mt_dtype_name((mt_dtype)o->dtype), o->tp, o->dp, o->sequence_parallel ? ", sequence parallel" : "");
+    if (o->cp > 1) printf("; %.15g x context parallel, %s", o->cp, choices[CP_COMM_TYPE - DTYPE][o->cp_comm_type]);
     if (o->pp > 1) printf("; %.15g pipeline stages, %s", o->pp, choices[SCHEDULE - DTYPE][o->schedule]);
     if (o->check > 0) printf("; check mode %d", mt_check_mode(t->ctx));
     printf("\n");
@@ -1700,7 +1761,8 @@ static mt_status read_machine(job *job) {
 static mt_status write_table(trainer *t) {
     float losses[LOSSES], norm;
     MT_TRY(start_steps(t));
-    fprintf(t->table, ROW "parameters\n", "call", "parameter", "writes", "shape", "over tensor", "over data");
+    write_cells(t, "call", "parameter", "writes", "shape", "over tensor", "over data", "over context");
+    fprintf(t->table, "parameters\n");
     for (int i = 0; i < mt_params_count(t->params); i++) {
         const mt_param *p = mt_params_at(t->params, i);
         write_row(t, "", p->desc.name, "", p->value);
@@ -1739,7 +1801,7 @@ static mt_status plan(job *job, int speaks) {
         trainer t;
         mt_comm *world = NULL;
         memset(&t, 0, sizeof t);
-        status = mt_comm_create_meta(rank_count(&job->o), stage * (int)(job->o.tp * job->o.dp), &world);
+        status = mt_comm_create_meta(rank_count(&job->o), stage * stage_ranks(&job->o), &world);
         if (status == MT_SUCCESS) status = trainer_create(world, job, MT_DEVICE_META, &t);
         if (status == MT_SUCCESS) status = plan_stage(job, stage, &t);
         if (status != MT_SUCCESS)
@@ -1821,8 +1883,15 @@ static mt_status run(job *job) {
 
 /* The defaults that programs have in common. */
 static options default_options(void) {
-    options o = {
-        .tp = 2, .dp = 1, .pp = 1, .seed = 1234, .eval_interval = 100, .threads = 1, .clip = 1, .timeout = 600};
+    options o = {.tp = 2,
+                 .cp = 1,
+                 .dp = 1,
+                 .pp = 1,
+                 .seed = 1234,
+                 .eval_interval = 100,
+                 .threads = 1,
+                 .clip = 1,
+                 .timeout = 600};
     return o;
 }
 

@@ -54,6 +54,7 @@ static const char *const configs[] = {"bert-336m", "bert-1.3b", "bert-3.9b"};
 struct model {
     mt_bert bert;
     mt_bert_saved *saved; /* one for each slot */
+    int32_t *staging;     /* ids, targets and types of a sequence, on the host */
     double targets;       /* tokens to predict in this pass, on all data ranks */
 };
 
@@ -407,7 +408,8 @@ static mt_status create_model(trainer *t) {
 
 static mt_status create_saved(trainer *t) {
     t->model.saved = (mt_bert_saved *)calloc((size_t)t->slots, sizeof *t->model.saved);
-    if (!t->model.saved) return MT_ERR_MEMORY;
+    t->model.staging = (int32_t *)malloc(3 * (size_t)t->job->o.seq * sizeof *t->model.staging);
+    if (!t->model.saved || !t->model.staging) return MT_ERR_MEMORY;
     for (int i = 0; i < t->slots; i++) MT_TRY(mt_bert_saved_create(t->ctx, &t->model.bert, &t->model.saved[i]));
     return MT_SUCCESS;
 }
@@ -419,14 +421,16 @@ static mt_status create_checkpoint(trainer *t, const mt_checkpoint_desc *files) 
 static void destroy_model(trainer *t) {
     for (int i = 0; t->model.saved && i < t->slots; i++) mt_bert_saved_destroy(&t->model.saved[i]);
     free(t->model.saved);
+    free(t->model.staging);
 }
 
-/* Copies a sequence to the device, as number `at` of this rank. */
-static mt_status upload_sequence(trainer *t, const sequence *q, int64_t at) {
-    int64_t seq = (int64_t)t->job->o.seq;
-    MT_TRY(mt_upload(t->ctx, q->ids, mt_tensor_make(input_of(t, IDS, at), MT_I32, 1, seq)));
-    MT_TRY(mt_upload(t->ctx, q->targets, mt_tensor_make(input_of(t, TARGETS, at), MT_I32, 1, seq)));
-    MT_TRY(mt_upload(t->ctx, q->types, mt_tensor_make(input_of(t, TYPES, at), MT_I32, 1, seq)));
+/* Copies sequence `number` of a pass, with its context rank's part of the tokens, to the device. */
+static mt_status upload_inputs(const pass *p, const sequence *q, int64_t number) {
+    trainer *t = p->t;
+    int64_t at = number - p->first;
+    MT_TRY(upload_sequence(p, IDS, number, q->ids));
+    MT_TRY(upload_sequence(p, TARGETS, number, q->targets));
+    MT_TRY(upload_sequence(p, TYPES, number, q->types));
     MT_TRY(mt_upload(t->ctx, &q->length, mt_tensor_make(input_of(t, LENGTHS, at), MT_I32, 1, 1)));
     return mt_upload(t->ctx, &q->order, mt_tensor_make(input_of(t, ORDER, at), MT_I32, 1, 1));
 }
@@ -449,11 +453,11 @@ static mt_status load_sequences(const pass *p) {
     if (mt_context_device(t->ctx) == MT_DEVICE_META) return MT_SUCCESS;
     for (int64_t j = p->first; j < p->end; j++) {
         uint64_t number = (uint64_t)(p->training ? p->step * (int64_t)o->batch + j : j);
-        sequence q = {p->training, number, t->staging, t->staging + seq, t->staging + 2 * seq, 0, 0};
+        sequence q = {p->training, number, t->model.staging, t->model.staging + seq, t->model.staging + 2 * seq, 0, 0};
         int hidden = make_sequence(t->job, &q);
         if (hidden < 0) return MT_ERR_MEMORY;
         targets += (float)hidden;
-        MT_TRY(upload_sequence(t, &q, j - p->first));
+        MT_TRY(upload_inputs(p, &q, j));
     }
     MT_TRY(sum_over_data(t, &targets));
     t->model.targets = fmax(1.0, (double)targets);
@@ -464,10 +468,12 @@ static mt_status load_sequences(const pass *p) {
 static float lm_scale(const trainer *t) { return (float)(1 / t->model.targets); }
 static float sop_scale(const trainer *t) { return (float)(1 / t->job->o.batch); }
 
-/* Counts the losses of sequences that are less than ln 2: of two classes, the right one then has more than 1/2. */
+/* Counts the losses of sequences that are less than ln 2: of two classes, the right one then has more than 1/2. Context
+   rank 0 has these losses. */
 static mt_status count_correct(trainer *t, mt_tensor losses, mt_tensor out) {
     float all[EVAL_SEQUENCES] = {0};
     int correct = 0;
+    if (t->grid.cp_rank > 0) return MT_SUCCESS;
     MT_TRY(mt_download(t->ctx, losses, all));
     for (int64_t i = 0; i < losses.cols; i++) correct += all[i] < 0.693147f;
     return mt_fill(t->ctx, out, (float)correct);
@@ -477,7 +483,7 @@ static mt_status stage_forward(const pass *p, mt_batch *batch, const mt_action *
                                mt_tensor output) {
     trainer *t = p->t;
     mt_tensor losses = mt_tensor_rows(t->losses, a->slot, 1);
-    mt_tensor lm = mt_tensor_cols(losses, 0, batch->sequences * batch->seq);
+    mt_tensor lm = mt_tensor_cols(losses, 0, tokens_of(&t->job->o, batch->sequences));
     mt_tensor sop = mt_tensor_cols(losses, t->micro_tokens, batch->sequences);
     batch->lengths = input_of(t, LENGTHS, at);
     batch->token_types = input_of(t, TYPES, at);

@@ -234,21 +234,14 @@ static void destroy_model(trainer *t) {
     free(t->model.saved);
 }
 
-/* Copies seq tokens of the data, from number `start` on, to the device. */
-static mt_status upload_tokens(trainer *t, int64_t start, int32_t *to) {
-    int64_t seq = (int64_t)t->job->o.seq;
-    for (int64_t i = 0; i < seq; i++) t->staging[i] = t->job->data.tokens[start + i];
-    return mt_upload(t->ctx, t->staging, mt_tensor_make(to, MT_I32, 1, seq));
-}
-
 static mt_status load_sequences(const pass *p) {
     trainer *t = p->t;
     const options *o = &t->job->o;
     if (mt_context_device(t->ctx) == MT_DEVICE_META) return MT_SUCCESS;
     for (int64_t j = p->first; j < p->end; j++) {
         int64_t start = p->training ? draw_start(o, &t->job->data, p->step, j) : eval_start(o, &t->job->data, j, p->of);
-        MT_TRY(upload_tokens(t, start, input_of(t, IDS, j - p->first)));
-        MT_TRY(upload_tokens(t, start + 1, input_of(t, TARGETS, j - p->first)));
+        MT_TRY(upload_sequence(p, IDS, j, t->job->data.tokens + start));
+        MT_TRY(upload_sequence(p, TARGETS, j, t->job->data.tokens + start + 1));
     }
     return MT_SUCCESS;
 }
@@ -259,7 +252,7 @@ static float scale_of_loss(const trainer *t) { return (float)(1 / (t->job->o.bat
 static mt_status stage_forward(const pass *p, mt_batch *batch, const mt_action *a, int64_t at, mt_tensor input,
                                mt_tensor output) {
     trainer *t = p->t;
-    mt_tensor loss = mt_tensor_cols(mt_tensor_rows(t->losses, a->slot, 1), 0, batch->sequences * batch->seq);
+    mt_tensor loss = mt_tensor_cols(mt_tensor_rows(t->losses, a->slot, 1), 0, tokens_of(&t->job->o, batch->sequences));
     batch->backward_scale = scale_of_loss(t);
     MT_TRY(mt_gpt_stage_forward(t->ctx, &t->model.gpt, batch, input_of(t, IDS, at), input_of(t, TARGETS, at), input,
                                 output, loss, p->training ? &t->model.saved[a->slot] : NULL));

@@ -147,9 +147,12 @@ extern "C" {
 #endif
 
 #include "blocks/mlp.c"
+#include "blocks/attention_layers.c"
+#include "blocks/attention_core.c"
 #include "blocks/attention.c"
 #include "blocks/cross.c"
 #include "blocks/layer.c"
+#include "blocks/weights.c"
 #include "models/model.c"
 #include "models/gpt.c"
 #include "models/bert.c"

@@ -136,6 +136,18 @@ checking_communication() {
     done <"$work/communication.txt"
 }
 
+# The ring of docs/context.md has the results of attention to all keys.
+context_program() {
+    program_of docs/context.md >"$work/ring.c"
+    builds ring || return 1
+    for ranks in 1 2 3 4; do
+        "$work/ring" $ranks >"$work/ring.txt" || return 1
+        tr -d , <"$work/ring.txt" | awk -v ranks=$ranks '
+            { for (i = 4; i <= 10; i += 2) if ($i > 5e-6) wrong = 1 }
+            END { exit wrong || NR != ranks }' || { cat "$work/ring.txt"; return 1; }
+    done
+}
+
 # The pipeline of docs/many-ranks.md learns. The losses of its micro-batches are the same on 1, 2 and 4 stages, up
 # to rounding.
 pipeline_program() {
@@ -203,6 +215,7 @@ chapters() {
 
 check "the first program is the same in README.md and megatron.h, compiles and learns" first_program
 check "the program of docs/own-weights.md computes the same on 1, 2 and 4 ranks" own_weights_program
+check "the ring of docs/context.md computes the same as one rank on 1 to 4 ranks" context_program
 check "the pipeline of docs/many-ranks.md computes the same on 1, 2 and 4 stages" pipeline_program
 check "the program of docs/many-ranks.md with a transport of its own learns" transport_program
 check "the program of docs/checking.md prints what the page says" checking_program

@@ -615,6 +615,7 @@ static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w
     w->world = world;
     memset(&where, 0, sizeof where);
     memset(&adamw, 0, sizeof adamw);
+    memset(&parallel, 0, sizeof parallel);
     memset(&scale, 0, sizeof scale);
     where.device = r->device;
     where.ordinal = r->device == MT_DEVICE_CUDA ? mt_comm_rank(w->world) % mt_device_count(MT_DEVICE_CUDA) : 0;

@@ -36,7 +36,10 @@ sources() {
     custom_block) echo examples/02_custom_block.c ;;
     train) echo examples/train.h examples/train_gpt.c ;;
     cross) echo tests/mutants/cross.c megatron.h:cross ;;
-    library) echo mt_parallel.h:linear,linear_tensors,norm,vocab megatron.h:mlp,attention,layer,model,gpt,bert ;;
+    library)
+        echo mt_parallel.h:linear,linear_tensors,norm,vocab
+        echo megatron.h:mlp,attention_layers,attention_core,attention,layer,model,gpt,bert
+        ;;
     *) echo "tests/mutants/$1.c" ;;
     esac
 }

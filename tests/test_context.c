@@ -6,19 +6,36 @@
 
 #include "mt_test_ranks.h"
 
-enum { VOCAB = 23, HIDDEN = 16, SEQ = 16, SEQUENCES = 4, STEPS = 3, TOKENS = SEQ * SEQUENCES, WEIGHTS = 1 << 12 };
+enum {
+    VOCAB = 23,
+    HIDDEN = 16,
+    SEQ = 16,
+    SEQUENCES = 4,
+    STEPS = 3,
+    TOKENS = SEQ * SEQUENCES,
+    MEMORY = 8,
+    WEIGHTS = 1 << 13
+};
 
 /* ---- a model without attention ----------------------------------------------------------------------------------- */
 
 typedef struct found {
     float loss[STEPS], norm[STEPS], weights[WEIGHTS], grads[WEIGHTS]; /* grads: of the first step */
+    float last[2][SEQUENCES * VOCAB]; /* logits: of the last tokens, without and with a cache; of BERT those of the
+                                         first tokens, and two of each sequence */
     int64_t count;
 } found;
+
+/* Layers without attention or with some before the MLP, where cross-attention has its memory in parts or whole; a GPT
+   like GPT-2 or like Llama; a BERT. */
+enum model_kind { LAYERS, SELF_ATTENTION, MEMORY_IN_PARTS, WHOLE_MEMORY, GPT2, LLAMA, BERT };
 
 typedef struct split {
     int tp, cp, dp;
     int sequence_parallel, zigzag, sharded, check;
     int as_data; /* 1: the context ranks are data ranks to the grid, with the same tokens */
+    enum model_kind model;
+    mt_cp_comm_type comm_type;
     found *out;
 } split;
 
@@ -27,13 +44,27 @@ typedef struct model {
     const split *s;
     mt_vocab_parallel_embedding words;
     mt_param *positions;
-    mt_norm_layer norm;
+    mt_gpt gpt;
+    mt_gpt_saved gpt_saved;
+    mt_bert bert;
+    mt_bert_saved bert_saved;
+    mt_norm_layer attention_norm, norm;
+    mt_self_attention attention;
+    mt_cross_attention cross;
     mt_mlp mlp;
     mt_column_parallel_linear head;
     mt_optimizer adam;
-    int64_t tokens;                                       /* of this rank's sequences */
-    int32_t ids[TOKENS], targets[TOKENS], places[TOKENS]; /* of this rank */
+    int64_t tokens, memory_tokens; /* of this rank's sequences */
+    int32_t ids[TOKENS], targets[TOKENS], places[TOKENS], types[TOKENS], memory_ids[TOKENS]; /* of this rank */
 } model;
+
+static int is_gpt(const split *s) { return s->model == GPT2 || s->model == LLAMA; }
+static int has_memory(const split *s) { return s->model == MEMORY_IN_PARTS || s->model == WHOLE_MEMORY; }
+
+static mt_context_parallel_desc context_of(const split *s) {
+    return (mt_context_parallel_desc){
+        .comm_type = s->comm_type, .contiguous = !s->zigzag, .whole_keys = s->model == WHOLE_MEMORY};
+}
 
 /* Token `at` of a sequence. */
 static int32_t token(int sequence, int at) { return (5 * sequence + at * at + at / 3) % VOCAB; }
@@ -41,29 +72,72 @@ static int32_t token(int sequence, int at) { return (5 * sequence + at * at + at
 /* The tokens that count, half of all: ranks have other numbers of them, and some of 4 context ranks have none. */
 static int counts(int sequence, int at) { return sequence % 2 ? at % 5 != 0 : at < SEQ / 4; }
 
-/* Fills in the rows of this rank: for each of its sequences one part, or chunks number c and 2 cp - 1 - c. The next
-   token is the target, also where another rank has it. */
+/* The same for the memory, by the library's own rule. */
+static void fill_memory(model *m, int c, int d) {
+    const split *s = m->s;
+    const mt_context_parallel_desc context = context_of(s);
+    const int whole = s->model == WHOLE_MEMORY, sequences = SEQUENCES / s->dp;
+    m->memory_tokens = sequences * MEMORY / (whole ? 1 : s->cp);
+    for (int64_t i = 0; i < m->memory_tokens; i++) {
+        const int64_t of = mt_context_parallel_token(&context, whole ? 0 : c, whole ? 1 : s->cp, sequences, MEMORY, i);
+        m->memory_ids[i] = token(d * sequences + (int)(of / MEMORY), 3 + (int)(of % MEMORY));
+    }
+}
+
+/* Fills in the rows of this rank: its part of each of its sequences, or chunk c of each, and then chunk 2 cp - 1 - c of
+   each. The next token is the target, also where another rank has it. */
 static void fill_rows(model *m) {
     const split *s = m->s;
     const int rank = mt_comm_rank(m->r.grid.dp_cp), c = rank % s->cp, d = rank / s->cp;
     const int chunks = s->zigzag ? 2 : 1, length = SEQ / s->cp / chunks;
     m->tokens = 0;
-    for (int sequence = d * SEQUENCES / s->dp; sequence < (d + 1) * SEQUENCES / s->dp; sequence++)
-        for (int chunk = 0; chunk < chunks; chunk++)
+    for (int chunk = 0; chunk < chunks; chunk++)
+        for (int sequence = d * SEQUENCES / s->dp; sequence < (d + 1) * SEQUENCES / s->dp; sequence++)
             for (int i = 0; i < length; i++, m->tokens++) {
                 int at = (chunk ? 2 * s->cp - 1 - c : c) * length + i;
                 m->ids[m->tokens] = token(sequence, at);
                 m->targets[m->tokens] = counts(sequence, at) ? token(sequence, at + 1) : -100;
                 m->places[m->tokens] = at;
+                m->types[m->tokens] = at > SEQ / 3;
             }
+    fill_memory(m, c, d);
 }
 
-static mt_status model_create(model *m) {
+static mt_status gpt_create(model *m) {
+    mt_gpt_desc d = {.vocab = VOCAB, .layers = 2, .max_seq = SEQ, .embedding_dropout = 0.1f};
+    d.layer.hidden = HIDDEN, d.layer.heads = 4, d.layer.ffn = 24;
+    d.layer.sequence_parallel = m->s->sequence_parallel;
+    d.layer.dropout.attention = d.layer.dropout.hidden = 0.1f;
+    d.layer.recompute = m->s->zigzag ? MT_RECOMPUTE_SELECTIVE : m->s->cp == 2 ? MT_RECOMPUTE_FULL : MT_RECOMPUTE_NONE;
+    if (m->s->model == LLAMA) {
+        d.layer.kv_heads = 2, d.layer.scores.rotary_base = 100.0f, d.layer.no_bias = d.untied_head = 1;
+        d.layer.norm.kind = MT_RMS_NORM, d.layer.activation = MT_SWIGLU, d.layer.qkv_layout = MT_QKV_SEPARATE;
+    }
+    MT_TRY(mt_gpt_create(m->r.ctx, m->r.params, &d, &m->gpt));
+    return mt_gpt_saved_create(m->r.ctx, &m->gpt, &m->gpt_saved);
+}
+
+static mt_status bert_create(model *m) {
+    mt_bert_desc d = {.vocab = VOCAB, .layers = 1, .max_seq = SEQ, .embedding_dropout = 0.1f};
+    d.layer.hidden = HIDDEN, d.layer.heads = 4, d.layer.ffn = 24, d.layer.norm.placement = MT_POST_LN;
+    d.layer.sequence_parallel = m->s->sequence_parallel;
+    d.layer.dropout.attention = d.layer.dropout.hidden = 0.1f;
+    MT_TRY(mt_bert_create(m->r.ctx, m->r.params, &d, &m->bert));
+    return mt_bert_saved_create(m->r.ctx, &m->bert, &m->bert_saved);
+}
+
+/* Adds a block that reads a memory, after the self-attention. */
+static mt_status cross_create(model *m) {
+    mt_cross_attention_desc d = {.hidden = HIDDEN, .heads = 4, .kv_heads = 2, .dropout = 0.1f};
+    d.sequence_parallel = m->s->sequence_parallel;
+    d.recompute_core = m->s->zigzag;
+    return mt_cross_attention_create(m->r.ctx, m->r.params, "cross", &d, &m->cross);
+}
+
+static mt_status layers_create(model *m) {
     const int sp = m->s->sequence_parallel;
-    const mt_data_parallel_desc share = {.sharded_optimizer = m->s->sharded, .bucket_bytes = 2048};
     mt_context *ctx = m->r.ctx;
     mt_params *params = m->r.params;
-    MT_TRY(mt_params_set_data_parallel(ctx, params, &share));
     MT_TRY(mt_vocab_parallel_embedding_create(
         ctx, params, "words", &(mt_embedding_desc){.vocab = VOCAB, .features = HIDDEN, .sequence_parallel = sp},
         &m->words));
@@ -71,16 +145,38 @@ static mt_status model_create(model *m) {
         ctx, params,
         &(mt_param_desc){.name = "positions", .rows = SEQ, .cols = HIDDEN, .init_std = 0.1f, .sequence_partial = sp},
         &m->positions));
+    if (m->s->model >= SELF_ATTENTION) {
+        mt_self_attention_desc d = {.hidden = HIDDEN,
+                                    .heads = 4,
+                                    .kv_heads = 2,
+                                    .dropout = 0.1f,
+                                    .max_seq = SEQ,
+                                    .scores.rotary_base = 100.0f,
+                                    .sequence_parallel = sp};
+        d.recompute_core = m->s->zigzag;
+        MT_TRY(mt_norm_layer_create(ctx, params, "attention_norm",
+                                    &(mt_norm_layer_desc){.features = HIDDEN, .sequence_parallel = sp},
+                                    &m->attention_norm));
+        MT_TRY(mt_self_attention_create(ctx, params, "attention", &d, &m->attention));
+    }
+    if (has_memory(m->s)) MT_TRY(cross_create(m));
     MT_TRY(mt_norm_layer_create(ctx, params, "norm", &(mt_norm_layer_desc){.features = HIDDEN, .sequence_parallel = sp},
                                 &m->norm));
     MT_TRY(mt_mlp_create(ctx, params, "mlp", &(mt_mlp_desc){.hidden = HIDDEN, .sequence_parallel = sp}, &m->mlp));
-    MT_TRY(mt_column_parallel_linear_create(
+    return mt_column_parallel_linear_create(
         ctx, params, "head",
         &(mt_linear_desc){.in_features = HIDDEN, .out_features = VOCAB, .no_bias = 1, .sequence_parallel = sp},
-        &m->head));
-    MT_TRY(mt_params_init(ctx, params, 1234));
+        &m->head);
+}
+
+static mt_status model_create(model *m) {
+    const mt_data_parallel_desc share = {.sharded_optimizer = m->s->sharded, .bucket_bytes = 2048};
+    MT_TRY(mt_parallel_set_options(m->r.ctx, &(mt_parallel_options){.context = context_of(m->s)}));
+    MT_TRY(mt_params_set_data_parallel(m->r.ctx, m->r.params, &share));
+    MT_TRY(m->s->model == BERT ? bert_create(m) : is_gpt(m->s) ? gpt_create(m) : layers_create(m));
+    MT_TRY(mt_params_init(m->r.ctx, m->r.params, 1234));
     MT_TRY(disturb_params(&m->r, 0.1f));
-    return mt_optimizer_create(ctx, params, NULL, &m->adam);
+    return mt_optimizer_create(m->r.ctx, m->r.params, NULL, &m->adam);
 }
 
 /* Returns the tokens that count, on all data ranks. */
@@ -90,6 +186,81 @@ static mt_status counted(model *m, float *total) {
     return mt_all_reduce(m->r.ctx, m->r.grid.dp_cp, total, total, 1, MT_F32, MT_SUM);
 }
 
+static mt_batch batch_of(const model *m) {
+    const int64_t sequences = SEQUENCES / m->s->dp;
+    return (mt_batch){.sequences = sequences,
+                      .seq = SEQ,
+                      .first_sequence = sequences * (mt_comm_rank(m->r.grid.dp_cp) / m->s->cp),
+                      .seed = 5};
+}
+
+/* *loss becomes the sum of the losses of all tokens, divided by those that count. */
+static mt_status mean_loss(model *m, mt_tensor losses, float total, float *loss) {
+    mt_tensor sum;
+    MT_TRY(mt_arena_tensor(m->r.ctx, MT_F32, 1, 1, &sum));
+    MT_TRY(mt_fill(m->r.ctx, sum, 0));
+    MT_TRY(mt_sum(m->r.ctx, losses, sum));
+    MT_TRY(mt_all_reduce(m->r.ctx, m->r.grid.dp_cp, sum.data, sum.data, 1, MT_F32, MT_SUM));
+    MT_TRY(mt_download(m->r.ctx, sum, loss));
+    *loss /= total;
+    return MT_SUCCESS;
+}
+
+static mt_status gpt_forward_backward(model *m, float *loss) {
+    const mt_batch batch = batch_of(m);
+    mt_tensor losses;
+    float total;
+    MT_TRY(mt_arena_tensor(m->r.ctx, MT_F32, 1, m->tokens, &losses));
+    MT_TRY(counted(m, &total));
+    MT_TRY(mt_gpt_forward(m->r.ctx, &m->gpt, &batch, m->ids, m->targets, losses, &m->gpt_saved));
+    MT_TRY(mean_loss(m, losses, total, loss));
+    return mt_gpt_backward(m->r.ctx, &m->gpt, 1.0f / total, &m->gpt_saved);
+}
+
+/* The losses of the tokens that count, and of the sequences. */
+static mt_status bert_forward_backward(model *m, float *loss) {
+    static const int32_t lengths[SEQUENCES] = {SEQ, SEQ - 7, 5, SEQ}, orders[SEQUENCES] = {1, 0, -100, 1};
+    mt_batch batch = batch_of(m);
+    const int64_t first = batch.first_sequence;
+    mt_tensor lm, sop;
+    float total, of_orders;
+    batch.lengths = lengths + first;
+    batch.token_types = m->types;
+    MT_TRY(mt_arena_tensor(m->r.ctx, MT_F32, 1, m->tokens, &lm));
+    MT_TRY(mt_arena_tensor(m->r.ctx, MT_F32, 1, batch.sequences, &sop));
+    MT_TRY(counted(m, &total));
+    MT_TRY(mt_bert_forward(m->r.ctx, &m->bert, &batch, m->ids, m->targets, orders + first, lm, sop, &m->bert_saved));
+    MT_TRY(mean_loss(m, lm, total, loss));
+    MT_TRY(mean_loss(m, sop, 3, &of_orders));
+    *loss += of_orders;
+    return mt_bert_backward(m->r.ctx, &m->bert, 1.0f / total, 1.0f / 3, &m->bert_saved);
+}
+
+/* The memory of the sequences, of which the last ones are shorter. */
+static mt_batch memory_batch_of(const model *m) {
+    static const int32_t lengths[SEQUENCES] = {MEMORY, MEMORY, MEMORY - 3, 1};
+    mt_batch b = batch_of(m);
+    b.seq = MEMORY;
+    b.lengths = lengths + b.first_sequence;
+    return b;
+}
+
+/* y = x + what the block reads in the memory. */
+static mt_status read_memory(model *m, mt_tensor x, mt_tensor memory, mt_tensor y, mt_cross_attention_saved *saved) {
+    const mt_batch batch = batch_of(m), of_memory = memory_batch_of(m);
+    MT_TRY(mt_vocab_parallel_embedding_forward(m->r.ctx, &m->words, m->memory_ids, m->memory_tokens, memory));
+    MT_TRY(mt_cross_attention_forward(m->r.ctx, &m->cross, &batch, x, &of_memory, memory, y, saved));
+    return mt_add(m->r.ctx, x, y, y);
+}
+
+/* dy += dx; the gradient of the memory goes to the embedding. */
+static mt_status read_memory_backward(model *m, mt_tensor dy, mt_tensor dx, mt_tensor dmemory,
+                                      const mt_cross_attention_saved *saved) {
+    MT_TRY(mt_cross_attention_backward(m->r.ctx, &m->cross, dy, dx, dmemory, saved));
+    MT_TRY(mt_vocab_parallel_embedding_backward(m->r.ctx, &m->words, m->memory_ids, m->memory_tokens, dmemory));
+    return mt_add(m->r.ctx, dy, dx, dy);
+}
+
 /* loss: the mean over the tokens that count. */
 static mt_status forward_backward(model *m, float *loss) {
     mt_context *ctx = m->r.ctx;
@@ -97,34 +268,52 @@ static mt_status forward_backward(model *m, float *loss) {
     const int64_t rows = m->s->sequence_parallel ? m->tokens / g->tp_size : m->tokens;
     const int32_t *places = m->places + (m->s->sequence_parallel ? g->tp_rank * rows : 0);
     const mt_tensor of_places = mt_tensor_make(places, MT_I32, rows, 1);
-    mt_tensor x, n, y, logits, losses, sum, dy, dn;
+    const mt_batch batch = batch_of(m);
+    const int64_t kept = m->s->sequence_parallel ? m->memory_tokens / g->tp_size : m->memory_tokens;
+    mt_tensor x, n, y, logits, losses, dy, dn, of_attention, read, of_memory, memory, dmemory;
+    mt_norm_saved attention_norm;
+    mt_self_attention_saved attention;
+    mt_cross_attention_saved cross;
     mt_norm_saved norm;
     mt_mlp_saved mlp;
     mt_linear_saved head;
     float total;
-    mt_arena_request memory[] = {{&x, MT_F32, rows, HIDDEN},  {&n, MT_F32, rows, HIDDEN},
-                                 {&y, MT_F32, rows, HIDDEN},  {&dy, MT_F32, rows, HIDDEN},
-                                 {&dn, MT_F32, rows, HIDDEN}, {&logits, MT_F32, m->tokens, m->head.local_features},
-                                 {&sum, MT_F32, 1, 1},        {&losses, MT_F32, 1, m->tokens}};
-    MT_TRY(mt_arena_tensors(ctx, memory, 8));
+    mt_arena_request rooms[] = {{&x, MT_F32, rows, HIDDEN},      {&n, MT_F32, rows, HIDDEN},
+                                {&y, MT_F32, rows, HIDDEN},      {&dy, MT_F32, rows, HIDDEN},
+                                {&dn, MT_F32, rows, HIDDEN},     {&logits, MT_F32, m->tokens, m->head.local_features},
+
+                                {&losses, MT_F32, 1, m->tokens}, {&of_attention, MT_F32, rows, HIDDEN},
+                                {&read, MT_F32, rows, HIDDEN},   {&of_memory, MT_F32, rows, HIDDEN},
+                                {&memory, MT_F32, kept, HIDDEN}, {&dmemory, MT_F32, kept, HIDDEN}};
+    MT_TRY(mt_arena_tensors(ctx, rooms, has_memory(m->s) ? 12 : 9));
     MT_TRY(counted(m, &total));
     MT_TRY(mt_vocab_parallel_embedding_forward(ctx, &m->words, m->ids, m->tokens, x));
     if (m->s->as_data == 0) MT_TRY(mt_declare(ctx, g->cp, of_places, MT_SPLIT_ROWS));
     MT_TRY(mt_embedding_forward(ctx, m->positions->value, 0, places, 1.0f, x));
-    MT_TRY(mt_norm_layer_forward(ctx, &m->norm, x, n, &norm));
+    if (m->s->model >= SELF_ATTENTION) {
+        MT_TRY(mt_norm_layer_forward(ctx, &m->attention_norm, x, read, &attention_norm));
+        MT_TRY(mt_self_attention_forward(ctx, &m->attention, &batch, read, of_attention, &attention));
+        MT_TRY(mt_add(ctx, x, of_attention, of_attention));
+    } else of_attention = x;
+    if (has_memory(m->s)) {
+        MT_TRY(read_memory(m, of_attention, memory, of_memory, &cross));
+        of_attention = of_memory;
+    }
+    MT_TRY(mt_norm_layer_forward(ctx, &m->norm, of_attention, n, &norm));
     MT_TRY(mt_mlp_forward(ctx, &m->mlp, n, y, &mlp));
-    MT_TRY(mt_add(ctx, x, y, y));
+    MT_TRY(mt_add(ctx, of_attention, y, y));
     MT_TRY(mt_parallel_linear_forward(ctx, &m->head, y, logits, &head));
     MT_TRY(mt_vocab_parallel_cross_entropy_forward_backward(ctx, g->tp, &(mt_cross_entropy_desc){.vocab = VOCAB},
                                                             logits, m->targets, mt_none(), 1.0f / total, losses));
-    MT_TRY(mt_fill(ctx, sum, 0));
-    MT_TRY(mt_sum(ctx, losses, sum));
-    MT_TRY(mt_all_reduce(ctx, g->dp_cp, sum.data, sum.data, 1, MT_F32, MT_SUM));
-    MT_TRY(mt_download(ctx, sum, loss));
-    *loss /= total;
+    MT_TRY(mean_loss(m, losses, total, loss));
     MT_TRY(mt_parallel_linear_backward(ctx, &m->head, logits, dy, &head));
     MT_TRY(mt_mlp_backward(ctx, &m->mlp, dy, dn, &mlp));
     MT_TRY(mt_norm_layer_backward(ctx, &m->norm, dn, dy, dn, &norm));
+    if (has_memory(m->s)) MT_TRY(read_memory_backward(m, dn, dy, dmemory, &cross));
+    if (m->s->model >= SELF_ATTENTION) {
+        MT_TRY(mt_self_attention_backward(ctx, &m->attention, dn, dy, &attention));
+        MT_TRY(mt_norm_layer_backward(ctx, &m->attention_norm, dy, dn, dn, &attention_norm));
+    }
     MT_TRY(mt_embedding_backward(ctx, dn, 0, places, m->positions->grad));
     return mt_vocab_parallel_embedding_backward(ctx, &m->words, m->ids, m->tokens, dn);
 }
@@ -138,7 +327,9 @@ static mt_status model_step(model *m, int step) {
     fill_rows(m);
     MT_TRY(mt_params_zero_grad(ctx, m->r.params));
     MT_TRY(mt_sync_gradients_begin(ctx, m->r.params));
-    MT_TRY(forward_backward(m, &loss));
+    MT_TRY(m->s->model == BERT ? bert_forward_backward(m, &loss)
+           : is_gpt(m->s)      ? gpt_forward_backward(m, &loss)
+                               : forward_backward(m, &loss));
     mt_arena_release(ctx, mark);
     MT_TRY(mt_sync_gradients(ctx, m->r.params));
     MT_TRY(mt_grad_norm(ctx, m->r.params, &norm));
@@ -147,6 +338,49 @@ static mt_status model_step(model *m, int step) {
     if (step == 0) MT_TRY(gather_grads(&m->r, grads, WEIGHTS, &count));
     if (step == 0 && rank == 0) memcpy(m->s->out->grads, grads, sizeof m->s->out->grads);
     return mt_optimizer_step(ctx, &m->adam, 0.01f, mt_clip_coefficient(norm, 0.5f));
+}
+
+/* Keeps the logits of the last tokens of this rank's sequences: from its part of the tokens, and with a cache from all
+   of them. Every context rank gets them. */
+static mt_status keep_logits(model *m) {
+    static const int32_t lengths[SEQUENCES] = {SEQ, 3, SEQ / 2, SEQ - 1};
+    mt_context *ctx = m->r.ctx;
+    mt_batch batch = batch_of(m);
+    int32_t all[TOKENS];
+    float *out = test_floats(&m->r, 2 * batch.sequences * VOCAB, 0);
+    mt_gpt_cache cache;
+    mt_status status;
+    batch.lengths = lengths + batch.first_sequence;
+    for (int64_t i = 0; i < batch.sequences * SEQ; i++)
+        all[i] = token((int)(batch.first_sequence + i / SEQ), (int)(i % SEQ));
+    MT_TRY(mt_gpt_logits(ctx, &m->gpt, &batch, m->ids, mt_tensor_f32(out, batch.sequences, VOCAB)));
+    MT_TRY(mt_gpt_cache_create(ctx, &m->gpt, batch.sequences, SEQ, &cache));
+    status = mt_gpt_cached_logits(ctx, &m->gpt, &batch, all, &cache,
+                                  mt_tensor_f32(out + batch.sequences * VOCAB, batch.sequences, VOCAB));
+    mt_gpt_cache_destroy(ctx, &cache);
+    if (m->r.grid.cp_rank + 1 == m->r.grid.cp_size && m->r.grid.tp_rank == 0)
+        for (int i = 0; i < 2; i++)
+            memcpy(m->s->out->last[i] + batch.first_sequence * VOCAB, out + i * batch.sequences * VOCAB,
+                   (size_t)(batch.sequences * VOCAB) * sizeof *out);
+    return status;
+}
+
+/* Keeps the logits of the order of this rank's sequences, and those of the tokens of the first context rank. */
+static mt_status keep_bert_logits(model *m) {
+    mt_batch batch = batch_of(m);
+    float *tokens = test_floats(&m->r, m->tokens * VOCAB, 0), *orders = test_floats(&m->r, batch.sequences * 2, 0);
+    batch.token_types = m->types;
+    MT_TRY(mt_bert_logits(m->r.ctx, &m->bert, &batch, m->ids, mt_tensor_f32(tokens, m->tokens, VOCAB),
+                          mt_tensor_f32(orders, batch.sequences, 2)));
+    if (m->r.grid.tp_rank > 0) return MT_SUCCESS;
+    for (int i = 0; i < batch.sequences; i++) {
+        const int64_t chunk = m->tokens / batch.sequences / (m->s->zigzag && m->s->cp > 1 ? 2 : 1);
+        float *last = m->s->out->last[0] + (batch.first_sequence + i) * VOCAB;
+        if (m->r.grid.cp_rank == 0) memcpy(last, tokens + i * chunk * VOCAB, VOCAB * sizeof *last);
+        if (m->r.grid.cp_rank + 1 < m->r.grid.cp_size) continue;
+        memcpy(m->s->out->last[1] + (batch.first_sequence + i) * VOCAB, orders + 2 * i, 2 * sizeof *last);
+    }
+    return MT_SUCCESS;
 }
 
 static mt_status keep_weights(model *m) {
@@ -176,6 +410,10 @@ static mt_status split_rank(mt_comm *world, void *user) {
     if (status == MT_SUCCESS) status = model_create(m);
     for (int step = 0; step < STEPS && status == MT_SUCCESS; step++) status = model_step(m, step);
     if (status == MT_SUCCESS) status = keep_weights(m);
+    if (status == MT_SUCCESS && is_gpt(s)) status = keep_logits(m);
+    if (status == MT_SUCCESS && s->model == BERT) status = keep_bert_logits(m);
+    mt_gpt_saved_destroy(&m->gpt_saved);
+    mt_bert_saved_destroy(&m->bert_saved);
     mt_optimizer_destroy(m->r.ctx, &m->adam);
     test_rank_close(&m->r);
     free(m);
@@ -212,18 +450,20 @@ static void check_split(split s, const found *serial) {
     assert_near(&s, "loss", got.loss, serial->loss, STEPS, 1e-6);
     assert_near(&s, "norm", got.norm, serial->norm, STEPS, 5e-6);
     assert_near(&s, "gradient", got.grads, serial->grads, serial->count, 5e-6);
+    for (int i = 0; i < 2 && s.model >= GPT2; i++)
+        assert_near(&s, "logit", got.last[i], serial->last[s.model == BERT ? i : 0], SEQUENCES * VOCAB, 2e-5);
     assert_int_equal(got.count, serial->count);
+    if (s.model != LAYERS) return;
     s.as_data = 1;
     s.check = 0;
     run(s, &data);
     if (memcmp(&got, &data, sizeof got) != 0) fail_msg("%s: other bits than as data ranks", split_name(&s));
 }
 
-static void test_every_split_is_one_rank(void **state) {
+static void every_split(enum model_kind kind) {
     static found serial;
     int turn = 0;
-    (void)state;
-    run((split){.tp = 1, .cp = 1, .dp = 1}, &serial);
+    run((split){.tp = 1, .cp = 1, .dp = 1, .model = kind}, &serial);
     assert_true(serial.loss[STEPS - 1] < serial.loss[0]);
     for (int cp = 1; cp <= 4; cp *= 2)
         for (int tp = 1; tp <= 2; tp++)
@@ -236,37 +476,270 @@ static void test_every_split_is_one_rank(void **state) {
                                             .sequence_parallel = sp,
                                             .zigzag = zigzag,
                                             .sharded = turn % 2,
-                                            .check = turn % 3},
+                                            .check = turn % 3,
+                                            .model = kind,
+                                            .comm_type = tp * cp > 4 ? MT_CP_P2P : (mt_cp_comm_type)(turn % 4)},
                                     &serial);
+}
+
+static void test_every_split_is_one_rank(void **state) {
+    (void)state;
+    every_split(LAYERS);
+}
+
+static void test_attention_layers_on_every_split(void **state) {
+    (void)state;
+    every_split(SELF_ATTENTION);
+}
+
+static void test_gpt_on_every_split(void **state) {
+    (void)state;
+    every_split(GPT2);
+    every_split(LLAMA);
+}
+
+static void test_bert_on_every_split(void **state) {
+    (void)state;
+    every_split(BERT);
+}
+
+static void test_cross_attention_on_every_split(void **state) {
+    (void)state;
+    every_split(MEMORY_IN_PARTS);
+    every_split(WHOLE_MEMORY);
+}
+
+/* ---- attention --------------------------------------------------------------------------------------------------- */
+
+enum { BATCH = 2, LONG = 24, GROUPS = 2, MEMBERS = 2, DIM = 6, HEADS = GROUPS * MEMBERS };
+
+/* What changes the scores. */
+typedef struct scores {
+    const char *name;
+    mt_mask mask;
+    int64_t window, kv_seq;
+    float softcap, dropout;
+    int alibi, documents, lengths, bias; /* bias: 1 a bias with a gradient, 2 a boolean mask */
+} scores;
+
+static const scores all_scores[] = {{"causal", .mask = MT_MASK_CAUSAL},
+                                    {"full", .mask = MT_MASK_BIDIRECTIONAL},
+                                    {"window", .window = 5},
+                                    {"window in both directions", .mask = MT_MASK_BIDIRECTIONAL, .window = 7},
+                                    {"soft cap and ALiBi", .softcap = 2.0f, .alibi = 1},
+                                    {"documents", .documents = 1},
+                                    {"lengths", .lengths = 1, .mask = MT_MASK_BIDIRECTIONAL},
+                                    {"a bias", .bias = 1},
+                                    {"a mask", .bias = 2, .mask = MT_MASK_BIDIRECTIONAL},
+                                    {"dropout", .dropout = 0.3f},
+                                    {"a memory", .mask = MT_MASK_BIDIRECTIONAL, .kv_seq = 48},
+                                    {"more keys than queries", .kv_seq = 48, .window = 20},
+                                    {"all of them", .window = 11, .softcap = 3.0f, .alibi = 1, .documents = 1,
+                                     .lengths = 1, .bias = 1, .dropout = 0.2f}};
+
+/* The tensors of a call: of whole sequences, or of a rank. */
+typedef struct attended {
+    mt_tensor q, k, v, out, lse, dout, dq, dk, dv, dbias;
+} attended;
+
+typedef struct attention_run {
+    const scores *of;
+    int cp, check;
+    mt_context_parallel_desc how;
+    mt_dtype dtype;
+    attended whole; /* of one rank, in MT_F32 */
+} attention_run;
+
+static mt_attention_desc whole_desc(const scores *of, mt_tensor dbias) {
+    static const int32_t documents[] = {0, 5, 17, 30, 41, 48}, lengths[] = {21, 13};
+    static const float slopes[] = {0.5f, 0.25f, 0.125f, 1.0f};
+    static float bias[HEADS * LONG * 48];
+    static uint8_t seen[HEADS * LONG * 48];
+    const int64_t keys = of->kv_seq ? of->kv_seq : LONG;
+    mt_attention_desc s = {.batch = BATCH, .seq = LONG, .groups = GROUPS, .heads_per_group = MEMBERS, .head_dim = DIM};
+    s.kv_seq = of->kv_seq;
+    s.scores = (mt_scores_desc){.mask = of->mask, .window = of->window, .softcap = of->softcap, .alibi = of->alibi};
+    s.scores.alibi_slopes = of->alibi ? slopes : NULL;
+    s.cu_seqlens = of->documents ? documents : NULL;
+    s.documents = of->documents ? 5 : 0;
+    s.lengths = of->lengths ? lengths : NULL;
+    s.dropout = (mt_dropout){.p = of->dropout, .at = {.seed = 3, .first_row = 2, .global_cols = HEADS}};
+    if (!of->bias) return s;
+    for (int i = 0; i < HEADS * LONG * 48; i++) bias[i] = (float)(i * 7 % 13) * 0.1f, seen[i] = i * 5 % 7 != 0;
+    s.bias.heads = HEADS;
+    s.bias.value =
+        of->bias == 1 ? mt_tensor_f32(bias, HEADS * LONG, keys) : mt_tensor_make(seen, MT_U8, HEADS * LONG, keys);
+    s.bias.grad = dbias;
+    return s;
+}
+
+static mt_tensor some(int64_t rows, int64_t cols, uint64_t seed) {
+    float *x = (float *)malloc((size_t)(rows * cols) * sizeof *x);
+    if (!x) abort();
+    for (int64_t i = 0; i < rows * cols; i++) x[i] = seed ? 1.5f * test_float(&seed) : 0;
+    return mt_tensor_f32(x, rows, cols);
+}
+
+static attended whole_tensors(const scores *of) {
+    const int64_t rows = BATCH * LONG, keys = BATCH * (of->kv_seq ? of->kv_seq : LONG), width = HEADS * DIM;
+    return (attended){.q = some(rows, width, 1),
+                      .k = some(keys, GROUPS * DIM, 2),
+                      .v = some(keys, GROUPS * DIM, 3),
+                      .out = some(rows, width, 0),
+                      .lse = some(HEADS, rows, 0),
+                      .dout = some(rows, width, 4),
+                      .dq = some(rows, width, 0),
+                      .dk = some(keys, GROUPS * DIM, 0),
+                      .dv = some(keys, GROUPS * DIM, 0),
+                      .dbias = of->bias == 1 ? some(HEADS * LONG, keys / BATCH, 0) : mt_none()};
+}
+
+static void free_tensors(attended *x) {
+    void *const all[] = {x->q.data,    x->k.data,  x->v.data,  x->out.data, x->lse.data,
+                         x->dout.data, x->dq.data, x->dk.data, x->dv.data,  x->dbias.data};
+    for (int i = 0; i < 10; i++) free(all[i]);
+}
+
+/* The row of whole sequences of `seq` tokens that is row i of a rank. */
+static int64_t row_of(const attention_run *a, int rank, int64_t seq, int64_t i) {
+    return mt_context_parallel_token(&a->how, rank, a->cp, BATCH, seq, i);
+}
+
+/* Returns the rows of a rank, in the type of the run. */
+static mt_status rows_of(test_rank *r, const attention_run *a, mt_tensor whole, mt_tensor *out) {
+    const int64_t rows = whole.rows / a->cp;
+    float *x = test_floats(r, rows * whole.cols, 0);
+    for (int64_t i = 0; i < rows; i++)
+        memcpy(x + i * whole.cols, (float *)whole.data + row_of(a, r->grid.cp_rank, whole.rows / BATCH, i) * whole.cols,
+               (size_t)whole.cols * sizeof *x);
+    MT_TRY(mt_arena_tensor(r->ctx, a->dtype, rows, whole.cols, out));
+    MT_TRY(mt_convert(r->ctx, mt_tensor_f32(x, rows, whole.cols), *out));
+    return mt_declare(r->ctx, r->grid.cp, *out, MT_SPLIT_ROWS);
+}
+
+static mt_status rows_are(test_rank *r, const attention_run *a, const char *what, mt_tensor got, mt_tensor whole) {
+    float *x = test_floats(r, got.rows * got.cols, 0);
+    double size = 0, allowed = a->dtype == MT_F32 ? 5e-6 : 2e-2;
+    for (int64_t i = 0; i < whole.rows * whole.cols; i++) size = fmax(size, fabs((double)((float *)whole.data)[i]));
+    MT_TRY(mt_convert(r->ctx, got, mt_tensor_f32(x, got.rows, got.cols)));
+    for (int64_t i = 0; i < got.rows; i++) {
+        const float *want = (float *)whole.data + row_of(a, r->grid.cp_rank, whole.rows / BATCH, i) * whole.cols;
+        MT_TRY(test_near_f32(what, x + i * got.cols, want, got.cols, allowed * size));
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status attention_rank(mt_comm *world, void *user) {
+    attention_run *a = (attention_run *)user;
+    const mt_context_desc where = {.arena_bytes = 1 << 22, .check = a->check};
+    const attended *w = &a->whole;
+    attended x;
+    mt_attention_desc s;
+    test_rank r;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.cp = a->cp}, &where, &r));
+    MT_TRY(rows_of(&r, a, w->q, &x.q));
+    MT_TRY(rows_of(&r, a, w->k, &x.k));
+    MT_TRY(rows_of(&r, a, w->v, &x.v));
+    MT_TRY(rows_of(&r, a, w->dout, &x.dout));
+    mt_arena_request memory[] = {{&x.out, a->dtype, x.q.rows, x.q.cols},
+                                 {&x.dq, a->dtype, x.q.rows, x.q.cols},
+                                 {&x.dk, a->dtype, x.k.rows, x.k.cols},
+                                 {&x.dv, a->dtype, x.k.rows, x.k.cols},
+                                 {&x.lse, MT_F32, HEADS, x.q.rows}};
+    MT_TRY(mt_arena_tensors(r.ctx, memory, 5));
+    x.dbias = mt_none();
+    if (w->dbias.data)
+        x.dbias = mt_tensor_f32(test_floats(&r, w->dbias.rows * w->dbias.cols, 0), w->dbias.rows, w->dbias.cols);
+    s = whole_desc(a->of, x.dbias);
+    MT_TRY(mt_context_parallel_attention_forward(r.ctx, r.grid.cp, &a->how, &s, x.q, x.k, x.v, x.out, x.lse));
+    MT_TRY(mt_context_parallel_attention_backward(r.ctx, r.grid.cp, &a->how, &s, x.q, x.k, x.v, x.out, x.lse, x.dout,
+                                                  x.dq, x.dk, x.dv));
+    MT_TRY(rows_are(&r, a, "out", x.out, w->out));
+    MT_TRY(rows_are(&r, a, "dq", x.dq, w->dq));
+    MT_TRY(rows_are(&r, a, "dk", x.dk, w->dk));
+    MT_TRY(rows_are(&r, a, "dv", x.dv, w->dv));
+    if (x.dbias.data) {
+        MT_TRY(mt_declare(r.ctx, NULL, x.dbias, MT_UNDECLARED));
+        MT_TRY(mt_all_reduce(r.ctx, r.grid.cp, x.dbias.data, x.dbias.data, (size_t)(x.dbias.rows * x.dbias.cols),
+                             MT_F32, MT_SUM));
+        MT_TRY(test_near_f32("dbias", (float *)x.dbias.data, (float *)w->dbias.data, x.dbias.rows * x.dbias.cols,
+                             a->dtype == MT_F32 ? 2e-5 : 2e-2));
+    }
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_attention_on_every_split(void **state) {
+    static const int splits[] = {1, 2, 3, 4};
+    (void)state;
+    for (size_t i = 0; i < sizeof all_scores / sizeof *all_scores; i++) {
+        attention_run a = {.of = &all_scores[i], .whole = whole_tensors(&all_scores[i])};
+        mt_attention_desc s = whole_desc(a.of, a.whole.dbias);
+        test_rank r;
+        test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
+        ASSERT_STATUS(
+            r.ctx, MT_SUCCESS,
+            mt_dot_product_attention_forward(r.ctx, &s, a.whole.q, a.whole.k, a.whole.v, a.whole.out, a.whole.lse));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_dot_product_attention_backward(r.ctx, &s, a.whole.q, a.whole.k, a.whole.v, a.whole.out,
+                                                        a.whole.lse, a.whole.dout, a.whole.dq, a.whole.dk, a.whole.dv));
+        test_paper_rank_close(&r);
+        for (int way = 0; way < 4 * 2 * 2 * 3; way++) {
+            a.cp = splits[way % 4];
+            a.how.contiguous = way / 4 % 2;
+            a.how.comm_type = (mt_cp_comm_type)(MT_CP_P2P + way / 16);
+            a.dtype = way / 8 % 2 ? MT_BF16 : MT_F32;
+            if (a.how.comm_type == MT_CP_A2A && a.cp == 3) continue; /* 3 ranks cannot share 4 heads */
+            a.check = way % 3;
+            test_launch(a.cp, attention_rank, &a);
+        }
+        free_tensors(&a.whole);
+    }
 }
 
 /* ---- what is refused --------------------------------------------------------------------------------------------- */
 
-/* Attention of a block would see the keys of this rank's tokens alone. */
-static void test_blocks_need_whole_sequences(void **state) {
-    const mt_self_attention_desc self = {.hidden = 16, .heads = 2};
-    const mt_cross_attention_desc cross = {.hidden = 16, .heads = 2};
-    const mt_gpt_desc gpt = {.vocab = VOCAB, .layers = 1, .max_seq = SEQ, .layer = {.hidden = 16, .heads = 2}};
+/* The layout of the rows of a rank. */
+static void test_tokens_of_a_rank(void **state) {
+    static const mt_context_parallel_desc contiguous = {.contiguous = 1};
+    static const int64_t zigzag[2][8] = {{0, 1, 8, 9, 6, 7, 14, 15}, {2, 3, 10, 11, 4, 5, 12, 13}};
+    static const int64_t parts[2][8] = {{0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}};
+    (void)state;
+    for (int rank = 0; rank < 2; rank++)
+        for (int row = 0; row < 8; row++) {
+            assert_int_equal(mt_context_parallel_token(NULL, rank, 2, 2, 8, row), zigzag[rank][row]);
+            assert_int_equal(mt_context_parallel_token(&contiguous, rank, 2, 2, 8, row), parts[rank][row]);
+        }
+    for (int row = 0; row < 21; row++) assert_int_equal(mt_context_parallel_token(NULL, 0, 1, 3, 7, row), row);
+    assert_int_equal(mt_context_parallel_token(NULL, 0, 2, 2, 8, 8), -1);
+    assert_int_equal(mt_context_parallel_token(NULL, 0, 2, 2, 8, -1), -1);
+    assert_int_equal(mt_context_parallel_token(NULL, 2, 2, 2, 8, 0), -1);
+    assert_int_equal(mt_context_parallel_token(NULL, -1, 2, 2, 8, 0), -1);
+    assert_int_equal(mt_context_parallel_token(NULL, 0, 0, 2, 8, 0), -1);
+    assert_int_equal(mt_context_parallel_token(NULL, 0, 2, 2, 6, 0), -1);
+    assert_int_equal(mt_context_parallel_token(&contiguous, 1, 2, 2, 6, 0), 3);
+    assert_int_equal(mt_context_parallel_token(&contiguous, 0, 2, 2, 7, 0), -1);
+    assert_int_equal(mt_context_parallel_token(NULL, 0, 2, INT64_MAX / 2, 8, 0), -1);
+    assert_int_equal(mt_context_parallel_token(NULL, 0, INT32_MAX, 1, INT64_MAX, 0), -1);
+}
+
+static void test_refusals(void **state) {
     const mt_context_desc meta = {.device = MT_DEVICE_META};
-    mt_self_attention a;
-    mt_cross_attention c;
-    mt_gpt g;
+    mt_parallel_options options = {.context = {.comm_type = (mt_cp_comm_type)4}};
     test_rank r;
     (void)state;
     test_paper_rank(4, 0, (mt_grid_desc){.cp = 2}, &meta, &r);
-    REFUSED(r.ctx, MT_ERR_UNSUPPORTED, "mt_self_attention_create: 'a' needs whole sequences|2 context ranks",
-            mt_self_attention_create(r.ctx, r.params, "a", &self, &a));
-    REFUSED(r.ctx, MT_ERR_UNSUPPORTED, "mt_cross_attention_create: 'c' needs whole sequences|2 context ranks",
-            mt_cross_attention_create(r.ctx, r.params, "c", &cross, &c));
-    REFUSED(r.ctx, MT_ERR_UNSUPPORTED, "needs whole sequences|2 context ranks",
-            mt_gpt_create(r.ctx, r.params, &gpt, &g));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_parallel_set_options: context.comm_type is 4",
+            mt_parallel_set_options(r.ctx, &options));
     test_paper_rank_close(&r);
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_every_split_is_one_rank),
-        cmocka_unit_test(test_blocks_need_whole_sequences),
+        cmocka_unit_test(test_every_split_is_one_rank), cmocka_unit_test(test_attention_layers_on_every_split),
+        cmocka_unit_test(test_gpt_on_every_split),      cmocka_unit_test(test_attention_on_every_split),
+        cmocka_unit_test(test_bert_on_every_split),     cmocka_unit_test(test_cross_attention_on_every_split),
+        cmocka_unit_test(test_tokens_of_a_rank),        cmocka_unit_test(test_refusals),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

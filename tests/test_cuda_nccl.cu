@@ -2278,8 +2278,110 @@ static void test_ranks_of_other_versions(void **state) {
             }
 }
 
+/* ---- attention over context ranks -------------------------------------------------------------------------------- */
+
+enum { CP_BATCH = 2, CP_CHUNK = 16, CP_GROUPS = 2, CP_MEMBERS = 2, CP_DIM = 64 };
+
+typedef struct cp_tensors {
+    mt_tensor q, k, v, out, lse, dout, dq, dk, dv;
+} cp_tensors;
+
+static mt_status cp_new(mt_context *ctx, int64_t tokens, cp_tensors *t) {
+    const int64_t width = CP_GROUPS * CP_MEMBERS * CP_DIM, keys = CP_GROUPS * CP_DIM;
+    mt_arena_request memory[] = {{&t->q, MT_BF16, tokens, width},
+                                 {&t->k, MT_BF16, tokens, keys},
+                                 {&t->v, MT_BF16, tokens, keys},
+                                 {&t->out, MT_BF16, tokens, width},
+                                 {&t->dout, MT_BF16, tokens, width},
+                                 {&t->dq, MT_BF16, tokens, width},
+                                 {&t->dk, MT_BF16, tokens, keys},
+                                 {&t->dv, MT_BF16, tokens, keys},
+                                 {&t->lse, MT_F32, CP_GROUPS * CP_MEMBERS, tokens}};
+    return mt_arena_tensors(ctx, memory, 9);
+}
+
+/* Copies this rank's rows of whole sequences. */
+static mt_status cp_rows(mt_context *ctx, mt_comm *comm, int halves, mt_tensor whole, mt_tensor own) {
+    const int64_t seq = whole.rows / CP_BATCH, chunk = own.rows / CP_BATCH / halves;
+    for (int half = 0; half < halves; half++) {
+        int64_t number = half ? 2 * mt_comm_size(comm) - 1 - mt_comm_rank(comm) : mt_comm_rank(comm);
+        mt_tensor from = mt_tensor_rows(whole, number * chunk, chunk);
+        from = mt_tensor_make(from.data, from.dtype, CP_BATCH, chunk * whole.cols);
+        from.ld = seq * whole.cols;
+        MT_TRY(mt_copy(ctx, from,
+                       mt_tensor_reshape(mt_tensor_rows(own, half * CP_BATCH * chunk, CP_BATCH * chunk), CP_BATCH,
+                                         chunk * whole.cols)));
+    }
+    return MT_SUCCESS;
+}
+
+/* Whether the rows of this rank are nearly those of the whole. */
+static mt_status cp_near(mt_context *ctx, mt_comm *comm, int halves, const char *what, mt_tensor whole, mt_tensor own) {
+    const int64_t n = own.rows * own.cols;
+    mt_tensor want, as[2];
+    float *x = (float *)malloc((size_t)(2 * n) * sizeof *x), most = 0, off = 0;
+    MT_TRY(mt_arena_tensor(ctx, own.dtype, own.rows, own.cols, &want));
+    MT_TRY(cp_rows(ctx, comm, halves, whole, want));
+    for (int i = 0; i < 2; i++) {
+        MT_TRY(mt_arena_tensor(ctx, MT_F32, own.rows, own.cols, &as[i]));
+        MT_TRY(mt_convert(ctx, i ? want : own, as[i]));
+        MT_TRY(mt_download(ctx, as[i], x + i * n));
+    }
+    for (int64_t i = 0; i < n; i++) most = fmaxf(most, fabsf(x[n + i])), off = fmaxf(off, fabsf(x[n + i] - x[i]));
+    free(x);
+    if (off <= 0.02f * most) return MT_SUCCESS;
+    fprintf(stderr, "%s is off by %g, the largest element is %g\n", what, (double)off, (double)most);
+    return MT_ERR_DATA;
+}
+
+static mt_status cp_attention(job *j, mt_context *ctx, mt_comm *comm) {
+    const int way = *(const int *)j->result, halves = 1 + way % 2;
+    const mt_context_parallel_desc how = {(mt_cp_comm_type)(MT_CP_P2P + way / 2), halves == 1, 0};
+    const int64_t seq = 2 * CP_CHUNK * j->ranks;
+    cp_tensors all, own;
+    mt_attention_desc s;
+    mt_tensor f;
+    memset(&s, 0, sizeof s);
+    s.batch = CP_BATCH, s.seq = seq, s.groups = CP_GROUPS, s.heads_per_group = CP_MEMBERS, s.head_dim = CP_DIM;
+    s.dropout.p = 0.25f, s.dropout.at.global_cols = CP_GROUPS * CP_MEMBERS;
+    MT_TRY(cp_new(ctx, CP_BATCH * seq, &all));
+    MT_TRY(cp_new(ctx, CP_BATCH * seq / j->ranks, &own));
+    mt_tensor *const given[] = {&all.q, &all.k, &all.v, &all.dout}, *const mine[] = {&own.q, &own.k, &own.v, &own.dout};
+    for (int i = 0; i < 4; i++) {
+        mt_random at = {};
+        at.seed = 7 + (uint64_t)i, at.global_cols = given[i]->cols;
+        MT_TRY(mt_arena_tensor(ctx, MT_F32, given[i]->rows, given[i]->cols, &f));
+        MT_TRY(mt_random_normal(ctx, f, 1.0f, at));
+        MT_TRY(mt_convert(ctx, f, *given[i]));
+        MT_TRY(cp_rows(ctx, comm, halves, *given[i], *mine[i]));
+    }
+    MT_TRY(mt_dot_product_attention_forward(ctx, &s, all.q, all.k, all.v, all.out, all.lse));
+    MT_TRY(mt_dot_product_attention_backward(ctx, &s, all.q, all.k, all.v, all.out, all.lse, all.dout, all.dq, all.dk,
+                                             all.dv));
+    MT_TRY(mt_context_parallel_attention_forward(ctx, comm, &how, &s, own.q, own.k, own.v, own.out, own.lse));
+    MT_TRY(mt_context_parallel_attention_backward(ctx, comm, &how, &s, own.q, own.k, own.v, own.out, own.lse, own.dout,
+                                                  own.dq, own.dk, own.dv));
+    MT_TRY(cp_near(ctx, comm, halves, "out", all.out, own.out));
+    MT_TRY(cp_near(ctx, comm, halves, "dq", all.dq, own.dq));
+    MT_TRY(cp_near(ctx, comm, halves, "dk", all.dk, own.dk));
+    return cp_near(ctx, comm, halves, "dv", all.dv, own.dv);
+}
+
+static void test_attention_over_context_ranks(void **state) {
+    (void)state;
+    need_gpus(2);
+    for (int way = 0; way < 6; way++)
+        for (int ranks = 2; ranks <= (way % 2 ? 4 : 2) && has_gpus(ranks); ranks += 2) {
+            job j = job_make(FOR_DEVICE, ranks, cp_attention);
+            j.where.arena_bytes = 1 << 24;
+            j.result = &way;
+            job_run(&j);
+        }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_attention_over_context_ranks),
         cmocka_unit_test(test_collectives),
         cmocka_unit_test(test_collectives_in_invariant_mode),
         cmocka_unit_test(test_collectives_on_one_gpu),

@@ -209,8 +209,9 @@ static void test_windows_count_each_target_once(void **state) {
             }
 }
 
-static const char *const splits[] = {"--tp 2",        "--tp 4 --dp 2",          "--tp 2 --sequence-parallel",
-                                     "--tp 2 --pp 2", "--dp 3 --micro-batch 1", "--tp 4 --pp 2 --sequence-parallel"};
+static const char *const splits[] = {
+    "--tp 2",        "--tp 4 --dp 2",          "--tp 2 --sequence-parallel",  "--cp 2",
+    "--tp 2 --pp 2", "--dp 3 --micro-batch 1", "--tp 2 --cp 2 --dp 2 --pp 2", "--tp 4 --pp 2 --sequence-parallel"};
 
 /* Runs the text, or the passages in the file `cloze`, of a line of golden/eval on each split: PyTorch's sum, or the
    passages that are right. */
@@ -572,6 +573,9 @@ static void test_bad_flags(void **state) {
     expect_error("", "--init-from DIR is missing, see --help");
     expect_error(MODEL "--data " TEXT_BIN " --seq 4 --stride 5", "--stride 5 is more than --seq 4");
     expect_error(MODEL "--data " TEXT_BIN " --seq 11 --tp 2 --sequence-parallel", "--seq 11 is not a multiple of --tp");
+    expect_error(MODEL "--data " TEXT_BIN " --seq 12 --cp 4",
+                 "--seq 12 is not a multiple of 8: each of --cp 4 ranks has 2 parts");
+    expect_error(MODEL "--data " TEXT_BIN " --cp 0", "--cp 0: expected a whole number from 1 to 1024");
     expect_error(MODEL "--data " TEXT_BIN " --tp 64 --dp 64", "are more than 1024 ranks");
     expect_error(MODEL "--data " TEXT_BIN " --tp 5", "cannot be split over 5 tensor ranks");
     expect_error(MODEL "--data " TEXT_BIN " --pp 3", "3");

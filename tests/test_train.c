@@ -136,6 +136,12 @@ static void test_gpt2_any_split(void **state) {
         "--tp 2 --threads 2",
         "--tp 2 --no-pinning",
         "--tp 1 --dp 8",
+        "--tp 1 --cp 2",
+        "--tp 1 --cp 8 --micro-batch 2 --cp-comm-type allgather",
+        "--tp 1 --cp 4 --cp-comm-type a2a --recompute selective",
+        "--tp 2 --cp 4 --sequence-parallel --recompute full",
+        "--tp 1 --cp 2 --dp 2 --use-distributed-optimizer --bucket-mb 0.02",
+        "--tp 1 --cp 2 --dp 2 --pp 2 --micro-batch 1 --check 2",
         "--tp 2 --pp 2 --dp 2 --micro-batch 1 --check"};
     (void)state;
     compare_splits("--layers 2 --hidden 32 --heads 8 --seq 16 --batch 8 --dropout 0.1 --warmup 10 --lr 5e-3", splits,
@@ -143,8 +149,12 @@ static void test_gpt2_any_split(void **state) {
 }
 
 static void test_llama_any_split(void **state) {
-    static const char *const splits[] = {"--tp 2", "--tp 4", "--tp 4 --dp 2 --sequence-parallel --micro-batch 2",
+    static const char *const splits[] = {"--tp 2",
+                                         "--tp 4",
+                                         "--tp 4 --dp 2 --sequence-parallel --micro-batch 2",
                                          "--tp 2 --sequence-parallel",
+                                         "--tp 2 --cp 2 --dp 2 --sequence-parallel --micro-batch 2 --check",
+                                         "--tp 1 --cp 8 --cp-comm-type a2a",
                                          "--tp 2 --pp 2 --micro-batch 2 --sequence-parallel --schedule gpipe"};
     (void)state;
     compare_splits("--layers 2 --hidden 32 --heads 8 --kv-heads 4 --ffn 44 --activation swiglu --rmsnorm --rotary "
@@ -266,6 +276,39 @@ static void test_hash_log_of_stages(void **state) {
 
 /* The loss scale decreases until f16 can train, and the skipped steps are counted. A model that has diverged stops at
    scale 1. */
+/* The line of step 1 with this name. */
+static void hash_line(const char *file, const char *name, char line[128]) {
+    char wanted[64];
+    FILE *f = fopen(in_scratch(file), "r");
+    int found = 0;
+    assert_non_null(f);
+    print_to(wanted, sizeof wanted, "1 %s ", name);
+    while (!found && fgets(line, 128, f)) found = strncmp(line, wanted, strlen(wanted)) == 0;
+    fclose(f);
+    if (!found) fail_msg("%s has no line '%s'", file, wanted);
+}
+
+/* What is computed for each token alone has the bits of one rank, whichever rank has the token. */
+static void test_hash_log_of_context_ranks(void **state) {
+    static const char *const splits[] = {"--cp 2", "--cp 4 --dp 2", "--cp 2 --tp 2 --sequence-parallel",
+                                         "--cp 2 --cp-comm-type a2a --pp 2"};
+    char words[WORDS], one[128], split[128], text[1 << 16];
+    (void)state;
+    for (size_t i = 0; i <= COUNT(splits); i++) {
+        print_to(words, sizeof words,
+                 "--data LICENSE --sample 0 --steps 1 --layers 2 --hidden 16 --seq 16 --batch 4 --tp 1 %s "
+                 "--eval-interval 0 --hash-log %s",
+                 i > 0 ? splits[i - 1] : "", in_scratch(i > 0 ? "split.hash" : "one.hash"));
+        expect_success(words);
+        if (i == 0) continue;
+        hash_line("one.hash", "embedding.output", one);
+        hash_line("split.hash", "embedding.output", split);
+        assert_string_equal(split, one);
+        read_text("split.hash", text, sizeof text);
+        if (strstr(text, "differ")) fail_msg("%s: ranks differ", splits[i - 1]);
+    }
+}
+
 static void test_f16_scales_the_loss(void **state) {
     char text[8192];
     (void)state;
@@ -657,7 +700,8 @@ static void test_dry_run_of_a_pipeline(void **state) {
     assert_non_null(strstr(dry, "embedding (2 ranks)  all_reduce          1 calls         32768 bytes"));
     assert_done_as_planned(model, dry);
     expect_error("--pp 3 --layers 4 --data megatron.h --tp 1", "4 layers cannot be divided over 3 pipeline stages");
-    expect_error("--pp 32 --tp 8 --dp 8 --data megatron.h", "--tp 8 x --dp 8 x --pp 32 are more than 1024 ranks");
+    expect_error("--pp 32 --tp 8 --dp 8 --data megatron.h",
+                 "--tp 8 x --cp 1 x --dp 8 x --pp 32 are more than 1024 ranks");
     expect_error("--schedule zb", "expected 1f1b or gpipe");
 }
 
@@ -1628,65 +1672,76 @@ static void test_nan_has_no_sign(void **state) {
     }
 }
 
+static const struct {
+    const char *words, *sentence;
+} absurd_flags[] = {
+    {"--tp 0", "--tp 0: expected a whole number from 1 to 1024"},
+    {"--tp 1.5", "--tp 1.5: expected a whole number"},
+    {"--tp two", "--tp two: expected"},
+    {"--dp -1", "--dp -1: expected"},
+    {"--tp 1024 --dp 16 --batch 16", "more than 1024 ranks"},
+    {"--cp 0", "--cp 0: expected a whole number from 1 to 1024"},
+    {"--cp 3", "--seq 128 is not a multiple of 6: each of --cp 3 ranks has 2 parts\n"},
+    {"--cp 2 --tp 3 --heads 3 --hidden 96 --sequence-parallel",
+     "--seq 128 is not a multiple of 12: each of --cp 2 ranks has 2 parts, which --sequence-parallel divides over "
+     "--tp"},
+    {"--cp 128 --seq 128", "--seq 128 is not a multiple of 256"},
+    {"--cp 8 --tp 16 --pp 16 --layers 16", "--tp 16 x --cp 8 x --dp 1 x --pp 16 are more than 1024 ranks"},
+    {"--cp 2 --cp-comm-type ring", "--cp-comm-type ring: expected auto, p2p, allgather or a2a"},
+    {"--cp 8 --tp 2 --cp-comm-type a2a", "MT_CP_A2A cannot divide 2 groups of 1 query heads among 8 context ranks"},
+    {"--cp 2 --invariant 2", "--invariant does not yet know context parallel ranks"},
+    {"--batch 5 --dp 2", "--batch 5 is not a multiple of --dp 2"},
+    {"--batch 8 --dp 2 --micro-batch 3",
+     "the 4 sequences of a rank (--batch / --dp) are not a multiple of --micro-batch 3"},
+    {"--resume", "--resume needs --checkpoint DIR"},
+    {"--save-interval 5", "--save-interval needs --checkpoint DIR"},
+    {"--init-from /nonexistent --steps 1", "/nonexistent: has neither model.safetensors nor its index"},
+    {"--dtype f64", "--dtype f64: expected f32, bf16 or f16"},
+    {"--device tpu", "--device tpu: expected cpu or cuda"},
+    {"--invariant 6", "invariant is 6, must be 0 or a power of two up to 1024"},
+    {"--invariant 8 --micro-batch 2", "--invariant chooses the micro-batch"},
+    {"--invariant 8", "4 heads cannot be split over 8 virtual shards"},
+    {"--invariant 4 --heads 8 --tp 8",
+     "4 virtual shards (mt_context_desc.invariant) cannot be split over 8 tensor ranks"},
+    {"--invariant 4 --batch 12 --dp 3",
+     "--invariant-data 4 makes 4 micro-batches of --batch 12, which --dp 3 cannot share"},
+    {"--invariant 4 --seq 10 --batch 4", "10 tokens cannot be split into 4 virtual shards"},
+    {"--hash-log /nonexistent/hashes --steps 1", "cannot write /nonexistent/hashes"},
+    {"--heads 5 --tp 1", "hidden is 128, must be a multiple of heads 5"},
+    {"--heads 4 --kv-heads 3 --tp 1", "kv_heads is 3, must divide heads 4"},
+    {"--heads 2 --kv-heads 1 --tp 4", "2 heads cannot be split over 4 tensor ranks"},
+    {"--seq 9 --tp 2 --sequence-parallel", "--seq 9 is not a multiple of --tp 2"},
+    {"--interleave --tp 1", "--interleave has no effect with --tp 1"},
+    {"--interleave --tp 2 --sequence-parallel", "--interleave has no effect with --sequence-parallel"},
+    {"--interleave --tp 2 --invariant 2", "--interleave has no effect with --invariant"},
+    {"--interleave --tp 2 --batch 4 --micro-batch 1", "--interleave has no effect with --micro-batch 1"},
+    {"--seq 1000000", "too few for --seq 1000000"},
+    {"--dropout 1", "--dropout 1: expected a number from 0 to 0.999"},
+    {"--dropout nan", "--dropout nan: expected"},
+    {"--lr -1", "--lr -1: expected"},
+    {"--steps 0", "--steps 0: expected"},
+    {"--steps 1e400", "--steps 1e400: expected"},
+    {"--layers 9999999", "--layers 9999999: expected"},
+    {"--hidden 65536 --layers 1024 --tp 1", "no memory"},
+    {"--rotary --hidden 12 --heads 4 --tp 1", "the head size is 3, must be even for rotary"},
+    {"--vocab 50 --tp 1", "megatron.h: byte 4 is 71, and the vocabulary of the model is 50"},
+    {"--no-such-flag", "no-such-flag"},
+    {"--tp", "requires an argument"},
+    {"--batch 1048576 --seq 1 --layers 1 --hidden 16 --heads 2 --lr nan", "--lr nan"},
+    {"--check 3", "--check 3: expected a whole number from 0 to 2"},
+    {"--check=x", "--check x: expected a whole number"},
+    {"--check 1 stray", "unexpected argument 'stray'"},
+    {"stray", "unexpected argument 'stray'"},
+    {"--log /nonexistent/log.csv --steps 1", "cannot write /nonexistent/log.csv"},
+    {"--lr 1000 --clip 0 --warmup 0 --steps 200 --layers 1 --hidden 16 --seq 8 --batch 2", "not finite"},
+};
+
 static void test_absurd_flags(void **state) {
-    static const struct {
-        const char *words, *sentence;
-    } bad[] = {
-        {"--tp 0", "--tp 0: expected a whole number from 1 to 1024"},
-        {"--tp 1.5", "--tp 1.5: expected a whole number"},
-        {"--tp two", "--tp two: expected"},
-        {"--dp -1", "--dp -1: expected"},
-        {"--tp 1024 --dp 16 --batch 16", "more than 1024 ranks"},
-        {"--batch 5 --dp 2", "--batch 5 is not a multiple of --dp 2"},
-        {"--batch 8 --dp 2 --micro-batch 3",
-         "the 4 sequences of a rank (--batch / --dp) are not a multiple of --micro-batch 3"},
-        {"--resume", "--resume needs --checkpoint DIR"},
-        {"--save-interval 5", "--save-interval needs --checkpoint DIR"},
-        {"--init-from /nonexistent --steps 1", "/nonexistent: has neither model.safetensors nor its index"},
-        {"--dtype f64", "--dtype f64: expected f32, bf16 or f16"},
-        {"--device tpu", "--device tpu: expected cpu or cuda"},
-        {"--invariant 6", "invariant is 6, must be 0 or a power of two up to 1024"},
-        {"--invariant 8 --micro-batch 2", "--invariant chooses the micro-batch"},
-        {"--invariant 8", "4 heads cannot be split over 8 virtual shards"},
-        {"--invariant 4 --heads 8 --tp 8",
-         "4 virtual shards (mt_context_desc.invariant) cannot be split over 8 tensor ranks"},
-        {"--invariant 4 --batch 12 --dp 3",
-         "--invariant-data 4 makes 4 micro-batches of --batch 12, which --dp 3 cannot share"},
-        {"--invariant 4 --seq 10 --batch 4", "10 tokens cannot be split into 4 virtual shards"},
-        {"--hash-log /nonexistent/hashes --steps 1", "cannot write /nonexistent/hashes"},
-        {"--heads 5 --tp 1", "hidden is 128, must be a multiple of heads 5"},
-        {"--heads 4 --kv-heads 3 --tp 1", "kv_heads is 3, must divide heads 4"},
-        {"--heads 2 --kv-heads 1 --tp 4", "2 heads cannot be split over 4 tensor ranks"},
-        {"--seq 9 --tp 2 --sequence-parallel", "--seq 9 is not a multiple of --tp 2"},
-        {"--interleave --tp 1", "--interleave has no effect with --tp 1"},
-        {"--interleave --tp 2 --sequence-parallel", "--interleave has no effect with --sequence-parallel"},
-        {"--interleave --tp 2 --invariant 2", "--interleave has no effect with --invariant"},
-        {"--interleave --tp 2 --batch 4 --micro-batch 1", "--interleave has no effect with --micro-batch 1"},
-        {"--seq 1000000", "too few for --seq 1000000"},
-        {"--dropout 1", "--dropout 1: expected a number from 0 to 0.999"},
-        {"--dropout nan", "--dropout nan: expected"},
-        {"--lr -1", "--lr -1: expected"},
-        {"--steps 0", "--steps 0: expected"},
-        {"--steps 1e400", "--steps 1e400: expected"},
-        {"--layers 9999999", "--layers 9999999: expected"},
-        {"--hidden 65536 --layers 1024 --tp 1", "no memory"},
-        {"--rotary --hidden 12 --heads 4 --tp 1", "the head size is 3, must be even for rotary"},
-        {"--vocab 50 --tp 1", "megatron.h: byte 4 is 71, and the vocabulary of the model is 50"},
-        {"--no-such-flag", "no-such-flag"},
-        {"--tp", "requires an argument"},
-        {"--batch 1048576 --seq 1 --layers 1 --hidden 16 --heads 2 --lr nan", "--lr nan"},
-        {"--check 3", "--check 3: expected a whole number from 0 to 2"},
-        {"--check=x", "--check x: expected a whole number"},
-        {"--check 1 stray", "unexpected argument 'stray'"},
-        {"stray", "unexpected argument 'stray'"},
-        {"--log /nonexistent/log.csv --steps 1", "cannot write /nonexistent/log.csv"},
-        {"--lr 1000 --clip 0 --warmup 0 --steps 200 --layers 1 --hidden 16 --seq 8 --batch 2", "not finite"},
-    };
     char words[WORDS];
     (void)state;
-    for (size_t i = 0; i < COUNT(bad); i++) {
-        print_to(words, sizeof words, "--data megatron.h --sample 0 %s", bad[i].words);
-        expect_error(words, bad[i].sentence);
+    for (size_t i = 0; i < COUNT(absurd_flags); i++) {
+        print_to(words, sizeof words, "--data megatron.h --sample 0 %s", absurd_flags[i].words);
+        expect_error(words, absurd_flags[i].sentence);
     }
 }
 
@@ -1784,6 +1839,7 @@ int main(void) {
         cmocka_unit_test(test_hash_log_of_the_last_step),
         cmocka_unit_test(test_invariant_in_bf16),
         cmocka_unit_test(test_hash_log_of_stages),
+        cmocka_unit_test(test_hash_log_of_context_ranks),
         cmocka_unit_test(test_f16_scales_the_loss),
         cmocka_unit_test(test_device_that_is_not_built),
         cmocka_unit_test(test_recomputation),

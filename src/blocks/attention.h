@@ -4,6 +4,7 @@
 #include "batch.h"
 #include "mlp.h"
 #include "../ops/kv_cache.h"
+#include "../parallel/context.h"
 
 /* A query group is one key/value head with its heads / kv_heads query heads. The groups are split over the tensor ranks
    (arXiv 1909.08053, figure 3b): QKV is column-parallel, core attention runs on this rank's groups, and the projection
@@ -58,9 +59,11 @@ typedef struct mt_self_attention {
        may write others there (see mt_upload). They must be at least 0: with another one, only its rank fails, on a CPU
        with MT_ERR_DATA. Checkpoints do not store slopes. mt_none(): no ALiBi, or no heads on this rank */
     mt_tensor alibi_slopes;
-    int64_t pieces;           /* of each query group; 1 when there are enough groups */
-    int64_t head_dim, groups; /* groups: number of groups (or pieces) of this rank, empty ones included */
-    int64_t first_group;      /* global index of this rank's first group (or piece) */
+    mt_comm *cp;                      /* the context group; NULL: each rank has whole sequences */
+    mt_context_parallel_desc context; /* mt_parallel_options.context when it was created */
+    int64_t pieces;                   /* of each query group; 1 when there are enough groups */
+    int64_t head_dim, groups;         /* groups: number of groups (or pieces) of this rank, empty ones included */
+    int64_t first_group;              /* global index of this rank's first group (or piece) */
 } mt_self_attention;
 
 typedef struct mt_self_attention_saved {
@@ -72,7 +75,9 @@ typedef struct mt_self_attention_saved {
 } mt_self_attention_saved;
 
 /* x, y, dx, dy, saved and the communication are as for mt_mlp_forward and mt_mlp_backward, with tokens =
-   batch->sequences * batch->seq. Inference (saved NULL) has no dropout. Backward uses the batch of forward.
+   batch->sequences * batch->seq. With n context ranks (mt_grid_desc.cp), a rank has 1 / n of them, in the order of
+   mt_context_parallel_desc; batch->seq, its lengths, documents and bias are those of whole sequences. Inference (saved
+   NULL) has no dropout. Backward uses the batch of forward.
    MT_ERR_SHAPE: with rotary, batch->seq is greater than max_seq.
    Errors of create: MT_ERR_ARGUMENT (a field of desc is out of range; the limit of hidden and max_seq is 2^31 - 1),
    MT_ERR_SHAPE (see mt_self_attention_desc), and those of the linear layers. */

@@ -16,7 +16,8 @@ typedef struct mt_batch {
     uint64_t seed, step; /* of dropout; use a new step for each optimizer step */
     /* advanced */
     /* [sequences * seq], in memory of the context's device, for models with token types (BERT's segments): the type of
-       each token. It must not change until backward. MT_ERR_ARGUMENT for a model without token types. NULL: all 0 */
+       each token; on c context ranks [sequences * seq / c], of this rank's tokens. It must not change until backward.
+       MT_ERR_ARGUMENT for a model without token types. NULL: all 0 */
     const int32_t *token_types;
     /* A number in memory of the device that is added to the subsequence of dropout when the masks are drawn (see
        mt_random and mt_step_random_offset); the same number until backward has returned. With step << 20 in it, leave

@@ -69,13 +69,14 @@ MT_API mt_status mt_cross_attention_create(mt_context *ctx, mt_params *params, c
     if (!d.kv_heads) d.kv_heads = d.heads;
     if (!d.kv_hidden) d.kv_hidden = d.hidden;
     MT_TRY(mti_cross_desc_check(ctx, function, name, &d, mt_params_shards(params)));
-    MT_TRY(mti_expect_whole_sequences(ctx, function, name, params));
     d.scores.mask = MT_MASK_BIDIRECTIONAL;
     mark = mt_params_mark(params);
     memset(out, 0, sizeof *out);
     out->desc = d;
     out->head_dim = d.hidden / d.heads;
     out->pieces = mti_group_pieces(d.heads, d.kv_heads, mt_params_shards(params));
+    if (mt_params_grid(params)->cp_size > 1) out->cp = mt_params_grid(params)->cp;
+    out->context = mt_parallel_get_options(ctx).context;
     return mt_create_end(params, mark, out, sizeof *out, mti_cross_create(ctx, params, name, out));
 }
 
@@ -98,6 +99,15 @@ static mt_attention_desc mti_cross_desc(const mt_cross_attention *a, const mt_ba
     return s;
 }
 
+/* Returns the number of tokens of x, or of memory, on this context rank. */
+static int64_t mti_cross_queries(const mt_cross_attention *a, const mt_batch *batch) {
+    return batch->sequences * batch->seq / mt_comm_size(a->cp);
+}
+
+static int64_t mti_cross_keys(const mt_cross_attention *a, const mt_batch *batch) {
+    return batch->sequences * batch->seq / (a->context.whole_keys ? 1 : mt_comm_size(a->cp));
+}
+
 /* The tensors of core attention, or their gradients, are an array of four: queries, keys, values and outputs. */
 #define MTI_CROSS_OUT 3
 
@@ -113,8 +123,8 @@ static mt_tensor mti_cross_cols(const mt_attention_desc *desc, const mt_tensor *
 
 /* Runs core attention on one virtual shard. desc and first are from mti_attention_shard; the tensors are those of the
    whole rank. */
-static mt_status mti_cross_shard_forward(mt_context *ctx, const mt_attention_desc *desc, int64_t first,
-                                         const mt_tensor *t, mt_tensor lse) {
+static mt_status mti_cross_shard_forward(mt_context *ctx, const mt_cross_attention *a, const mt_attention_desc *desc,
+                                         int64_t first, const mt_tensor *t, mt_tensor lse) {
     size_t mark = mt_arena_mark(ctx);
     mt_tensor in[MTI_CROSS_OUT], out, to;
     int i;
@@ -122,7 +132,9 @@ static mt_status mti_cross_shard_forward(mt_context *ctx, const mt_attention_des
     for (i = 0; i < MTI_CROSS_OUT; i++) MT_TRY(mt_invariant_input(ctx, mti_cross_cols(desc, t, i, first), &in[i]));
     out = mti_cross_cols(desc, t, MTI_CROSS_OUT, first);
     MT_TRY(mt_invariant_output(ctx, out, &to));
-    MT_TRY(mt_dot_product_attention_forward(ctx, desc, in[0], in[1], in[2], to, mti_attention_lse(desc, lse, first)));
+    lse = mti_attention_lse(desc, lse, first);
+    MT_TRY(a->cp ? mt_context_parallel_attention_forward(ctx, a->cp, &a->context, desc, in[0], in[1], in[2], to, lse)
+                 : mt_dot_product_attention_forward(ctx, desc, in[0], in[1], in[2], to, lse));
     MT_TRY(mt_invariant_store(ctx, to, out));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
@@ -135,14 +147,14 @@ static mt_status mti_cross_core_forward(mt_context *ctx, const mt_cross_attentio
     int64_t first;
     for (s = 0; s < shards && desc->groups > 0; s++) {
         mt_attention_desc part = mti_attention_shard(desc, a->groups, s, shards, &first);
-        MT_TRY(mti_cross_shard_forward(ctx, &part, first, t, saved->lse));
+        MT_TRY(mti_cross_shard_forward(ctx, a, &part, first, t, saved->lse));
     }
     return mti_attention_zero_rest(ctx, desc, saved->out, mti_out_width(desc));
 }
 
 /* d has the gradients of the tensors t. */
-static mt_status mti_cross_shard_backward(mt_context *ctx, const mt_attention_desc *desc, int64_t first,
-                                          const mt_tensor *t, mt_tensor lse, const mt_tensor *d) {
+static mt_status mti_cross_shard_backward(mt_context *ctx, const mt_cross_attention *a, const mt_attention_desc *desc,
+                                          int64_t first, const mt_tensor *t, mt_tensor lse, const mt_tensor *d) {
     size_t mark = mt_arena_mark(ctx);
     mt_tensor in[MTI_CROSS_OUT + 1], to[MTI_CROSS_OUT], dout;
     int i;
@@ -150,8 +162,11 @@ static mt_status mti_cross_shard_backward(mt_context *ctx, const mt_attention_de
     for (i = 0; i <= MTI_CROSS_OUT; i++) MT_TRY(mt_invariant_input(ctx, mti_cross_cols(desc, t, i, first), &in[i]));
     MT_TRY(mt_invariant_input(ctx, mti_cross_cols(desc, d, MTI_CROSS_OUT, first), &dout));
     for (i = 0; i < MTI_CROSS_OUT; i++) MT_TRY(mt_invariant_output(ctx, mti_cross_cols(desc, d, i, first), &to[i]));
-    MT_TRY(mt_dot_product_attention_backward(ctx, desc, in[0], in[1], in[2], in[MTI_CROSS_OUT],
-                                             mti_attention_lse(desc, lse, first), dout, to[0], to[1], to[2]));
+    lse = mti_attention_lse(desc, lse, first);
+    MT_TRY(a->cp ? mt_context_parallel_attention_backward(ctx, a->cp, &a->context, desc, in[0], in[1], in[2],
+                                                          in[MTI_CROSS_OUT], lse, dout, to[0], to[1], to[2])
+                 : mt_dot_product_attention_backward(ctx, desc, in[0], in[1], in[2], in[MTI_CROSS_OUT], lse, dout,
+                                                     to[0], to[1], to[2]));
     for (i = 0; i < MTI_CROSS_OUT; i++) MT_TRY(mt_invariant_store(ctx, to[i], mti_cross_cols(desc, d, i, first)));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
@@ -164,7 +179,7 @@ static mt_status mti_cross_core_backward(mt_context *ctx, const mt_cross_attenti
     int64_t first;
     for (s = 0; s < shards && desc->groups > 0; s++) {
         mt_attention_desc part = mti_attention_shard(desc, a->groups, s, shards, &first);
-        MT_TRY(mti_cross_shard_backward(ctx, &part, first, t, saved->lse, d));
+        MT_TRY(mti_cross_shard_backward(ctx, a, &part, first, t, saved->lse, d));
     }
     for (i = 0; i < MTI_CROSS_OUT; i++) MT_TRY(mti_attention_zero_rest(ctx, desc, d[i], mti_cross_width(desc, i)));
     return MT_SUCCESS;
@@ -179,8 +194,15 @@ static mt_status mti_cross_room(mt_context *ctx, const mt_attention_desc *desc, 
     return mt_arena_tensor(ctx, MT_F32, desc->groups * desc->heads_per_group, saved->q.rows, &saved->lse);
 }
 
-static void mti_cross_log_tokens(mt_context *ctx, const mt_batch *batch) {
-    mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
+static void mti_cross_log_queries(mt_context *ctx, const mt_cross_attention *a, const mt_batch *batch) {
+    mti_log_batch(ctx, a->cp, &a->context, batch);
+}
+
+/* Of a memory that each context rank has, context rank 0 logs the tensors: keys, values and its terms of their
+   gradients. */
+static void mti_cross_log_keys(mt_context *ctx, const mt_cross_attention *a, const mt_batch *memory_batch) {
+    mti_log_batch(ctx, a->context.whole_keys ? NULL : a->cp, &a->context, memory_batch);
+    if (a->context.whole_keys && mt_comm_rank(a->cp) > 0) mt_hash_log_parts(ctx, a->cp, NULL, 0, 0);
 }
 
 /* Computes queries, keys and values. The tokens of x come last, because what follows logs them. */
@@ -188,9 +210,9 @@ static mt_status mti_cross_inputs(mt_context *ctx, const mt_cross_attention *a, 
                                   const mt_batch *memory_batch, mt_tensor memory, mt_cross_attention_saved *saved,
                                   int training) {
     mt_tensor kv[2] = {saved->k, saved->v};
-    mti_cross_log_tokens(ctx, memory_batch);
+    mti_cross_log_keys(ctx, a, memory_batch);
     MT_TRY(mt_parallel_linear_forward_shared(ctx, a->key_value, 2, &memory, kv, training ? &saved->memory_in : NULL));
-    mti_cross_log_tokens(ctx, batch);
+    mti_cross_log_queries(ctx, a, batch);
     return mt_parallel_linear_forward(ctx, &a->query, x, saved->q, training ? &saved->query_in : NULL);
 }
 
@@ -199,7 +221,7 @@ static mt_status mti_cross_forward(mt_context *ctx, const mt_cross_attention *a,
                                    const mt_batch *memory_batch, mt_tensor memory, mt_tensor y,
                                    mt_cross_attention_saved *saved, int training) {
     mt_attention_desc desc = mti_cross_desc(a, batch, memory_batch, training);
-    int64_t queries = desc.batch * desc.seq, keys = desc.batch * desc.kv_seq;
+    int64_t queries = mti_cross_queries(a, batch), keys = mti_cross_keys(a, memory_batch);
     size_t mark;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, queries, a->query.local_features, &saved->q));
     MT_TRY(mt_arena_tensor(ctx, x.dtype, keys, a->key_value[0].local_features, &saved->k));
@@ -233,6 +255,9 @@ static mt_status mti_cross_batches_check(mt_context *ctx, const char *function, 
     if (batch->cu_seqlens || memory_batch->cu_seqlens)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s has cu_seqlens; cross-attention has no packed documents", function,
                        batch->cu_seqlens ? "batch" : "memory_batch");
+    MT_TRY(mti_parts_check(ctx, function, "batch", a->cp, &a->context, batch));
+    if (!a->context.whole_keys)
+        MT_TRY(mti_parts_check(ctx, function, "memory_batch", a->cp, &a->context, memory_batch));
     s = mti_cross_rank(a, a->desc.kv_heads * a->pieces, 0, batch, memory_batch);
     return mti_scores_check(ctx, memory, &s);
 }
@@ -242,9 +267,10 @@ static mt_status mti_cross_forward_check(mt_context *ctx, const char *function, 
                                          mt_tensor memory, mt_tensor y) {
     int sp = a->desc.sequence_parallel;
     MT_TRY(mti_cross_batches_check(ctx, function, a, batch, memory_batch));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, batch, "x", x, a->desc.hidden));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, memory_batch, "memory", memory, a->desc.kv_hidden));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, batch, "y", y, a->desc.hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_queries(a, batch), "x", x, a->desc.hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_keys(a, memory_batch), "memory", memory,
+                            a->desc.kv_hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_queries(a, batch), "y", y, a->desc.hidden));
     MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "x", x, "y", y));
     MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "memory", memory, "y", y));
     MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
@@ -276,12 +302,12 @@ MT_API mt_status mt_cross_attention_forward(mt_context *ctx, const mt_cross_atte
 static mt_status mti_cross_inputs_backward(mt_context *ctx, const mt_cross_attention *a, const mt_tensor *d,
                                            mt_tensor dx, mt_tensor dmemory, const mt_cross_attention_saved *saved) {
     int i;
-    mti_cross_log_tokens(ctx, &saved->memory_batch);
+    mti_cross_log_keys(ctx, a, &saved->memory_batch);
     for (i = 0; i < 2; i++)
         MT_TRY(
             mt_hash_log_activation(ctx, a->key_value[i].name, 0, "output_grad", d[1 + i], 0, a->key_value[i].weight));
     MT_TRY(mt_parallel_linear_backward_shared(ctx, a->key_value, 2, d + 1, &dmemory, &saved->memory_in));
-    mti_cross_log_tokens(ctx, &saved->batch);
+    mti_cross_log_queries(ctx, a, &saved->batch);
     MT_TRY(mt_hash_log_activation(ctx, a->query.name, 0, "output_grad", d[0], 0, a->query.weight));
     return mt_parallel_linear_backward(ctx, &a->query, d[0], dx, &saved->query_in);
 }
@@ -303,7 +329,7 @@ static mt_status mti_cross_backward(mt_context *ctx, const mt_cross_attention *a
     mt_attention_desc desc = mti_cross_desc(a, &saved->batch, &saved->memory_batch, 1);
     mt_cross_attention_saved again = *saved;
     mt_tensor d[MTI_CROSS_OUT + 1];
-    mti_cross_log_tokens(ctx, &saved->batch);
+    mti_cross_log_queries(ctx, a, &saved->batch);
     if (a->desc.recompute_core) {
         MT_TRY(mti_cross_core_again(ctx, a, &desc, &again));
         saved = &again;
@@ -320,14 +346,15 @@ static mt_status mti_cross_backward(mt_context *ctx, const mt_cross_attention *a
 /* Checks, before anything is added to a gradient, that saved is of a forward with the same sizes. */
 static mt_status mti_cross_saved_check(mt_context *ctx, const char *function, const mt_cross_attention *a,
                                        const mt_cross_attention_saved *s) {
-    int64_t queries = s->batch.sequences * s->batch.seq, keys = s->memory_batch.sequences * s->memory_batch.seq;
+    int64_t queries = mti_cross_queries(a, &s->batch), keys = mti_cross_keys(a, &s->memory_batch);
     const mt_param *w = a->proj.weight;
     MT_TRY(mt_check_activation(ctx, function, w, "saved.q", s->q, queries, a->query.local_features));
     MT_TRY(mt_check_activation(ctx, function, w, "saved.k", s->k, keys, a->key_value[0].local_features));
     MT_TRY(mt_check_activation(ctx, function, w, "saved.v", s->v, keys, a->key_value[1].local_features));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, &s->batch, "saved.query_in.x", s->query_in.x, a->desc.hidden));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, &s->memory_batch, "saved.memory_in.x", s->memory_in.x,
-                            a->desc.kv_hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_queries(a, &s->batch), "saved.query_in.x", s->query_in.x,
+                            a->desc.hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_keys(a, &s->memory_batch), "saved.memory_in.x",
+                            s->memory_in.x, a->desc.kv_hidden));
     if (a->desc.recompute_core) return MT_SUCCESS;
     return mt_check_activation(ctx, function, w, "saved.out", s->out, queries, a->proj.local_features);
 }
@@ -347,9 +374,13 @@ static mt_status mti_cross_backward_check(mt_context *ctx, const char *function,
     int sp = a->desc.sequence_parallel;
     const mt_batch *keys = &saved->memory_batch;
     MT_TRY(mti_cross_batches_check(ctx, function, a, &saved->batch, keys));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, &saved->batch, "dy", dy, a->desc.hidden));
-    if (dx.data) MT_TRY(mti_tokens_check(ctx, function, &a->proj, &saved->batch, "dx", dx, a->desc.hidden));
-    if (dmemory.data) MT_TRY(mti_tokens_check(ctx, function, &a->proj, keys, "dmemory", dmemory, a->desc.kv_hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_queries(a, &saved->batch), "dy", dy, a->desc.hidden));
+    if (dx.data)
+        MT_TRY(
+            mti_tokens_check(ctx, function, &a->proj, mti_cross_queries(a, &saved->batch), "dx", dx, a->desc.hidden));
+    if (dmemory.data)
+        MT_TRY(
+            mti_tokens_check(ctx, function, &a->proj, mti_cross_keys(a, keys), "dmemory", dmemory, a->desc.kv_hidden));
     MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "dy", dy, "dx", dx));
     MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "dy", dy, "dmemory", dmemory));
     MT_TRY(mt_check_apart(ctx, function, "bias.grad", keys->bias.grad, "dy", dy));

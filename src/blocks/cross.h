@@ -40,6 +40,8 @@ typedef struct mt_cross_attention {
     mt_column_parallel_linear key_value[2];        /* NAME.key.* and NAME.value.*, from memory */
     mt_row_parallel_linear proj;                   /* NAME.linear_proj.* */
     int64_t pieces, head_dim, groups, first_group; /* as in mt_self_attention */
+    mt_comm *cp;                                   /* as in mt_self_attention */
+    mt_context_parallel_desc context;              /* mt_parallel_options.context when it was created */
 } mt_cross_attention;
 
 typedef struct mt_cross_attention_saved {
@@ -55,7 +57,11 @@ typedef struct mt_cross_attention_saved {
    parameters.
      x, y, dx, dy     [queries, hidden], with queries = batch->sequences * batch->seq
      memory, dmemory  [keys, kv_hidden], with keys = memory_batch->sequences * memory_batch->seq
-   With sequence_parallel each rank has 1 / t of these rows, and t must divide queries and keys. batch is that of the
+   With sequence_parallel each rank has 1 / t of these rows, and t must divide queries and keys. On c context ranks a
+   rank has 1 / c of the queries and of the keys, see mt_context_parallel_token. With whole_keys in
+   mt_parallel_options.context each of them has all keys of the same memory. dmemory is then this rank's term of a sum
+   over the context ranks: pass it on to the backward of what made the memory, whose parameter gradients
+   mt_sync_gradients adds up. batch is that of the
    tokens of x, and memory_batch that of memory, such as the encoder's. Sequence i of one belongs to sequence i of the
    other. Of their fields:
      sequences, first_sequence  must be the same in both

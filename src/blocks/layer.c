@@ -81,14 +81,80 @@ MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params,
     return mt_create_end(params, mark, out, sizeof *out, mti_layer_blocks(ctx, params, name, desc, out));
 }
 
-/* Returns the dropout for a tensor [rows, hidden] whose rows are the tokens of the batch or, with sequence_parallel,
-   those of this tensor rank. */
-static mt_dropout mti_row_dropout(const mt_batch *batch, float p, int64_t layer, int site, int sequence_parallel,
-                                  mt_comm *tp, int64_t rows, int64_t hidden) {
-    mt_dropout d = mt_batch_dropout(batch, p, layer, site);
-    d.at.first_row = batch->first_sequence * batch->seq + (sequence_parallel ? mt_comm_rank(tp) * rows : 0);
-    d.at.global_cols = hidden;
+/* Which tokens of a batch the rows of a tensor are: all of them or, with sequence_parallel, those of this tensor rank.
+   With context ranks these are not one after the other in the batch. */
+typedef struct mti_token_rows {
+    mti_halves halves;
+    int64_t sequences, seq, first; /* first: number of row 0 of the tensor among the tokens of this context rank */
+} mti_token_rows;
+
+static mti_token_rows mti_token_rows_of(const mt_self_attention *a, const mt_batch *batch, int sequence_parallel,
+                                        int64_t rows) {
+    mti_token_rows t;
+    t.halves = mti_halves_of(a, batch->seq);
+    t.sequences = batch->sequences;
+    t.seq = batch->seq;
+    t.first = sequence_parallel ? mt_comm_rank(a->proj.tp) * rows : 0;
+    return t;
+}
+
+/* Returns how many of the rows [row, end) follow each other in the batch. *token becomes the number of the first one
+   there. */
+static int64_t mti_token_run(const mti_token_rows *t, int64_t row, int64_t end, int64_t *token) {
+    const int64_t i = t->first + row, chunk = t->halves.chunk;
+    *token = i;
+    if (chunk == t->seq) return end - row;
+    *token = i / chunk % t->sequences * t->seq + t->halves.first[i / (t->sequences * chunk)] + i % chunk;
+    return mt_min(end - row, chunk - i % chunk);
+}
+
+/* The dropout of such a tensor. */
+typedef struct mti_row_dropout {
+    mt_dropout dropout; /* of the first token of the batch */
+    mti_token_rows rows;
+} mti_row_dropout;
+
+static mti_row_dropout mti_row_dropout_of(const mt_self_attention *a, const mt_batch *batch, float p, int64_t layer,
+                                          int site, int sequence_parallel, int64_t rows) {
+    mti_row_dropout d;
+    d.dropout = mt_batch_dropout(batch, p, layer, site);
+    d.dropout.at.first_row = batch->first_sequence * batch->seq;
+    d.dropout.at.global_cols = a->desc.hidden;
+    d.rows = mti_token_rows_of(a, batch, sequence_parallel, rows);
     return d;
+}
+
+/* As mti_token_run; *at becomes the dropout of the rows. */
+static int64_t mti_dropout_run(const mti_row_dropout *d, int64_t row, int64_t end, mt_dropout *at) {
+    int64_t token, count = mti_token_run(&d->rows, row, end, &token);
+    *at = d->dropout;
+    at->at.first_row += token;
+    return count;
+}
+
+/* y = residual + dropout(y + bias). bias and residual may be mt_none(). */
+static mt_status mti_rows_drop(mt_context *ctx, const mti_row_dropout *d, mt_tensor y, mt_tensor bias,
+                               mt_tensor residual) {
+    mt_dropout at;
+    int64_t row, count;
+    for (row = 0; row < y.rows; row += count) {
+        const mt_tensor x = mt_tensor_rows(y, row, count = mti_dropout_run(d, row, y.rows, &at));
+        MT_TRY(mt_bias_dropout_add_forward(ctx, x, bias, mti_some_rows(residual, row, count), at, x));
+    }
+    return MT_SUCCESS;
+}
+
+/* dx = the gradient of dropout(x + bias), and dbias, which may be mt_none(), += its sum over the rows [first, end). */
+static mt_status mti_rows_drop_backward(mt_context *ctx, const mti_row_dropout *d, mt_tensor dy, int64_t first,
+                                        int64_t end, mt_tensor dx, mt_tensor dbias) {
+    mt_dropout at;
+    int64_t count;
+    for (; first < end; first += count) {
+        count = mti_dropout_run(d, first, end, &at);
+        MT_TRY(mt_bias_dropout_add_backward(ctx, mt_tensor_rows(dy, first, count), at, mt_tensor_rows(dx, first, count),
+                                            dbias));
+    }
+    return MT_SUCCESS;
 }
 
 /* A sublayer of a transformer layer: a norm, a block, and bias, dropout and residual. Its forward and its backward have
@@ -98,7 +164,7 @@ typedef struct mti_sublayer {
     const mt_batch *batch;
     const mt_norm_layer *norm;
     const mt_param *bias; /* of the block's row-parallel layer, which has skip_bias_add; NULL: no bias */
-    mt_dropout dropout;
+    mti_row_dropout dropout;
     const mt_kv_cache *cache; /* NULL: attention has none */
     int index;                /* 0: attention; 1: MLP */
     mt_tensor inner;          /* what lies between the norm and the block, or its gradient */
@@ -114,8 +180,8 @@ static mti_sublayer mti_sublayer_of(const mt_transformer_layer *layer, const mt_
     h.inner = mt_none();
     h.norm = index == 0 ? &layer->input_norm : &layer->mlp_norm;
     h.bias = index == 0 ? layer->attention.proj.bias : layer->mlp.fc2.bias;
-    h.dropout = mti_row_dropout(batch, training ? layer->desc.dropout.hidden : 0.0f, layer->desc.dropout.layer_number,
-                                1 + index, layer->desc.sequence_parallel, layer->tp, rows, layer->desc.hidden);
+    h.dropout = mti_row_dropout_of(&layer->attention, batch, training ? layer->desc.dropout.hidden : 0.0f,
+                                   layer->desc.dropout.layer_number, 1 + index, layer->desc.sequence_parallel, rows);
     return h;
 }
 
@@ -159,7 +225,7 @@ static mt_status mti_sublayer_forward_end(mt_context *ctx, const mti_sublayer *h
     mt_tensor out = mti_is_post_ln(h) ? h->inner : y;
     mt_tensor residual = h->layer->desc.norm.placement == MT_RESIDUAL_POST_LN ? h->inner : x;
     if (!y.data) return MT_SUCCESS;
-    MT_TRY(mt_bias_dropout_add_forward(ctx, out, mti_bias_value(h->bias), residual, h->dropout, out));
+    MT_TRY(mti_rows_drop(ctx, &h->dropout, out, mti_bias_value(h->bias), residual));
     if (saved)
         MT_TRY(mt_hash_log_activation(ctx, h->layer->mlp.fc1.name, 2,
                                       h->index == 0 ? "self_attn_bda.output" : "mlp_bda.output", out,
@@ -169,7 +235,7 @@ static mt_status mti_sublayer_forward_end(mt_context *ctx, const mti_sublayer *h
 
 /* The argument of mti_drop_rows. */
 typedef struct mti_drop_call {
-    mt_dropout dropout;
+    const mti_row_dropout *dropout;
     mt_tensor dy, dblock;
 } mti_drop_call;
 
@@ -178,26 +244,24 @@ typedef struct mti_drop_call {
 static mt_status mti_drop_rows(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dbias,
                                mt_tensor none) {
     const mti_drop_call *c = (const mti_drop_call *)arg;
-    mt_dropout dropout = c->dropout;
     (void)none;
-    if (dropout.p <= 0.0f) return mt_bias_backward(ctx, mt_tensor_rows(c->dy, first, count), dbias);
-    dropout.at.first_row += first;
-    return mt_bias_dropout_add_backward(ctx, mt_tensor_rows(c->dy, first, count), dropout,
-                                        mt_tensor_rows(c->dblock, first, count), dbias);
+    if (c->dropout->dropout.p <= 0.0f) return mt_bias_backward(ctx, mt_tensor_rows(c->dy, first, count), dbias);
+    return mti_rows_drop_backward(ctx, c->dropout, c->dy, first, first + count, c->dblock, dbias);
 }
 
 /* Backward of dropout(block + bias): *dblock becomes the gradient of the block's output, which is dy itself without
    dropout. Adds to the gradient of the bias. */
 static mt_status mti_sublayer_drop_backward(mt_context *ctx, const mti_sublayer *h, mt_tensor dy, mt_tensor *dblock) {
     mti_drop_call call;
-    call.dropout = h->dropout;
+    call.dropout = &h->dropout;
     call.dy = call.dblock = dy;
-    if (h->dropout.p > 0.0f) MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &call.dblock));
+    if (h->dropout.dropout.p > 0.0f) MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &call.dblock));
     *dblock = call.dblock;
     if (h->bias)
         return mt_sum_over_tokens(ctx, h->layer->tp, h->layer->desc.sequence_parallel, mti_drop_rows, &call, dy.rows,
                                   h->bias->grad, mt_none());
-    return h->dropout.p > 0.0f ? mt_bias_dropout_add_backward(ctx, dy, h->dropout, call.dblock, mt_none()) : MT_SUCCESS;
+    if (h->dropout.dropout.p <= 0.0f) return MT_SUCCESS;
+    return mti_rows_drop_backward(ctx, &h->dropout, dy, 0, dy.rows, call.dblock, mt_none());
 }
 
 /* The first part of backward: what comes after the block, and the block. */
@@ -244,7 +308,8 @@ typedef struct mti_layer_call {
 /* Returns the number of parts of a call: 2 with mt_parallel_options.interleave where it has an effect. */
 static int mti_layer_calls(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch,
                            const mt_kv_cache *cache) {
-    int alone = mt_comm_size(layer->tp) == 1 || layer->desc.sequence_parallel || mt_context_invariant(ctx) || cache;
+    int alone = mt_comm_size(layer->tp) == 1 || layer->desc.sequence_parallel || mt_context_invariant(ctx) || cache ||
+                layer->attention.cp;
     return !alone && batch->sequences > 1 && !batch->cu_seqlens && mt_parallel_get_options(ctx).interleave ? 2 : 1;
 }
 
@@ -353,7 +418,7 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
     mt_status status;
     MT_TRY(mti_layer_check(ctx, "mt_transformer_layer_forward", layer, batch, "x", x, "y", y));
     MT_TRY(mt_check_apart(ctx, "mt_transformer_layer_forward", "x", x, "y", y));
-    if (saved) MT_TRY(mt_check_tokens(ctx, "mt_transformer_layer_forward", batch->sequences * batch->seq));
+    if (saved) MT_TRY(mt_check_tokens(ctx, "mt_transformer_layer_forward", mti_batch_tokens(&layer->attention, batch)));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("layer forward", mti_layer_forward(ctx, layer, batch, NULL, x, y, saved));
     if (saved) saved->x = x, saved->batch = *batch;

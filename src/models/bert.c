@@ -78,8 +78,9 @@ MT_API mt_status mt_bert_create(mt_context *ctx, mt_params *params, const mt_ber
     out->desc.token_types = m.token_types;
     out->loss.vocab = desc->vocab;
     out->loss.padded_vocab = desc->padded_vocab;
-    out->sop_loss.vocab = 2;
-    out->loss.ignore_index = desc->ignore_index; /* sop_loss has -100: 0 is a class */
+    out->loss.ignore_index = desc->ignore_index;
+    out->sop_loss.vocab = 2; /* its ignore_index is -100, because 0 is a class */
+    if (out->model.grid->cp_rank > 0) out->sop_loss.ignore_index = MT_ZERO; /* see mti_bert_order */
     if (status == MT_SUCCESS && mti_model_is_last(&out->model)) status = mti_bert_heads(ctx, params, out);
     return mt_create_end(params, mark, out, sizeof *out, status);
 }
@@ -109,17 +110,19 @@ static mt_status mti_bert_lm_hidden(mt_context *ctx, const mt_bert *bert, mt_ten
     return mt_norm_layer_forward(ctx, &bert->lm_norm, act, *y, saved ? &saved->lm_norm : NULL);
 }
 
-/* Returns a view of the first tokens of sequences in x, which has all tokens or, with sequence_parallel, those of this
-   tensor rank. *first becomes the number of the first of these sequences. */
+/* Returns a view of the first tokens of sequences in x, which has the tokens of this context rank or, with
+   sequence_parallel, those of this tensor rank. *first becomes the number of the first of these sequences. Context rank
+   0 has the first tokens of all. */
 static mt_tensor mti_first_tokens(const mt_language_model *m, const mt_batch *batch, mt_tensor x, int64_t *first) {
     int64_t begin = m->desc.layer.sequence_parallel ? m->grid->tp_rank * x.rows : 0;
-    int64_t end = (begin + x.rows + batch->seq - 1) / batch->seq;
+    int64_t apart = mti_halves_of(&m->layers[0].attention, batch->seq).chunk, end;
     mt_tensor view;
-    *first = (begin + batch->seq - 1) / batch->seq;
-    if (end == *first) return mt_none();
-    view = mt_tensor_rows(x, *first * batch->seq - begin, 1);
+    *first = (begin + apart - 1) / apart;
+    end = mt_min(batch->sequences, (begin + x.rows + apart - 1) / apart);
+    if (end <= *first || m->grid->cp_rank > 0) return mt_none();
+    view = mt_tensor_rows(x, *first * apart - begin, 1);
     view.rows = end - *first;
-    view.ld = (x.ld ? x.ld : x.cols) * batch->seq;
+    view.ld = (x.ld ? x.ld : x.cols) * apart;
     return view;
 }
 
@@ -135,9 +138,11 @@ static mt_status mti_add_first_tokens(mt_context *ctx, const mt_language_model *
 }
 
 /* Computes *pooled [sequences, hidden] from x, the output of the model. Under sequence parallelism each rank has the
-   first tokens of some sequences, and the sum over the ranks has all of them. */
-static mt_status mti_bert_pool(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, mt_tensor x,
+   first tokens of some sequences, and the sum over the ranks has all of them. Of the context ranks only rank 0 has
+   first tokens: the others get them with to_all 1; otherwise theirs are zero, see mti_bert_order. */
+static mt_status mti_bert_pool(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, mt_tensor x, int to_all,
                                mt_bert_saved *saved, mt_tensor *pooled) {
+    const mt_grid *grid = bert->model.grid;
     int64_t n = batch->sequences, hidden = bert->desc.layer.hidden;
     mt_tensor tokens, h;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, n, hidden, &tokens));
@@ -145,11 +150,13 @@ static mt_status mti_bert_pool(mt_context *ctx, const mt_bert *bert, const mt_ba
     MT_TRY(mt_arena_tensor(ctx, x.dtype, n, hidden, pooled));
     MT_TRY(mt_fill(ctx, tokens, 0.0f));
     MT_TRY(mti_add_first_tokens(ctx, &bert->model, batch, x, tokens, 0));
+    if (bert->desc.layer.sequence_parallel || bert->model.cp)
+        MT_TRY(mt_declare(ctx, grid->dp_cp, tokens, mt_placement_of(ctx, grid->dp_cp, x)));
     if (bert->desc.layer.sequence_parallel) {
-        MT_TRY(mt_declare(ctx, bert->model.grid->tp, tokens, MT_PARTIAL));
-        MT_TRY(mt_declare(ctx, bert->model.grid->dp_cp, tokens, mt_placement_of(ctx, bert->model.grid->dp_cp, x)));
-        MT_TRY(mt_reduce_from_tensor_region_forward(ctx, bert->model.grid->tp, tokens));
+        MT_TRY(mt_declare(ctx, grid->tp, tokens, MT_PARTIAL));
+        MT_TRY(mt_reduce_from_tensor_region_forward(ctx, grid->tp, tokens));
     }
+    if (to_all) MT_TRY(mti_model_sum_context(ctx, &bert->model, tokens));
     MT_TRY(mt_column_parallel_linear_activation_forward(ctx, &bert->pooler, MT_TANH, tokens, h, *pooled,
                                                         saved ? &saved->pooler : NULL));
     if (saved) saved->pooled_h = h;
@@ -166,13 +173,35 @@ static mti_output mti_bert_sop_output(const mt_bert *bert, const mt_batch *batch
                          saved ? &saved->sop_loss : NULL, batch, 0.0f);
 }
 
+/* *out becomes the order of the sequences that this context rank computes with. Those of rank 0 count. The others have
+   no first tokens: their orders are all 0, which their sop_loss ignores. All of them take the same arena memory. */
+static mt_status mti_bert_order(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, const int32_t *order,
+                                const int32_t **out) {
+    mt_tensor ids;
+    *out = order;
+    if (!bert->model.cp) return MT_SUCCESS;
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, batch->sequences, &ids));
+    if (bert->model.grid->cp_rank == 0) return MT_SUCCESS;
+    *out = (const int32_t *)ids.data;
+    MT_TRY(mt_position_ids(ctx, 0, 1, NULL, 0, (int32_t *)ids.data, batch->sequences)); /* sequences of 1 token */
+    return mt_declare(ctx, bert->model.grid->dp_cp, mt_tensor_make(ids.data, MT_I32, batch->sequences, 1),
+                      MT_SPLIT_ROWS);
+}
+
+/* The rows that the hash log gets now are sequences, which count on context rank 0. */
+static void mti_bert_log_sequences(mt_context *ctx, const mt_bert *bert, const mt_batch *batch) {
+    mt_hash_log_tokens(ctx, batch->first_sequence);
+    if (bert->model.grid->cp_rank > 0) mt_hash_log_parts(ctx, bert->model.cp, NULL, 0, 0);
+}
+
 /* Computes the loss of the sentence order. The rows of its tensors are sequences, also in the hash log. */
 static mt_status mti_bert_sop_forward(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, mt_tensor x,
                                       const int32_t *order, mt_tensor loss, mt_bert_saved *saved) {
     mti_output out = mti_bert_sop_output(bert, batch, saved);
     mt_tensor pooled;
-    mt_hash_log_tokens(ctx, batch->first_sequence);
-    MT_TRY(mti_bert_pool(ctx, bert, batch, x, saved, &pooled));
+    mti_bert_log_sequences(ctx, bert, batch);
+    MT_TRY(mti_bert_order(ctx, bert, batch, order, &order));
+    MT_TRY(mti_bert_pool(ctx, bert, batch, x, 0, saved, &pooled));
     MT_TRY(mti_output_forward(ctx, &out, pooled, order, loss));
     return saved ? mt_hash_log_activation(ctx, "sop_loss", 0, "output", mti_as_column(loss), 0, NULL) : MT_SUCCESS;
 }
@@ -185,7 +214,7 @@ static mt_status mti_bert_forward(mt_context *ctx, const mt_bert *bert, const mt
     mt_tensor x, y;
     MT_TRY(mti_model_forward(ctx, &bert->model, batch, ids, NULL, input, output, saved ? &saved->model : NULL, &x));
     if (!mti_model_is_last(&bert->model)) return MT_SUCCESS;
-    MT_TRY(mti_bert_lm_hidden(ctx, bert, x, batch->sequences * batch->seq, saved, &y));
+    MT_TRY(mti_bert_lm_hidden(ctx, bert, x, mti_model_tokens(&bert->model, batch), saved, &y));
     MT_TRY(mti_output_forward(ctx, &out, y, targets, lm_loss));
     if (saved) MT_TRY(mt_hash_log_activation(ctx, "lm_loss", 0, "output", mti_as_column(lm_loss), 0, NULL));
     return bert->desc.no_binary_head ? MT_SUCCESS : mti_bert_sop_forward(ctx, bert, batch, x, order, sop_loss, saved);
@@ -195,7 +224,7 @@ static mt_status mti_bert_forward(mt_context *ctx, const mt_bert *bert, const mt
 static mt_status mti_bert_loss_check(mt_context *ctx, const char *function, const mt_bert *bert, const mt_batch *batch,
                                      const int32_t *targets, const int32_t *order, mt_tensor lm_loss,
                                      mt_tensor sop_loss) {
-    int64_t tokens = batch->sequences * batch->seq;
+    int64_t tokens = mti_model_tokens(&bert->model, batch);
     int last = mti_model_is_last(&bert->model);
     if (last) MT_TRY(mt_tensor_check(ctx, function, "lm_loss", lm_loss, MT_ARG_F32, 1, tokens));
     MT_TRY(mt_ids_check(ctx, "target", targets, tokens, bert->desc.vocab, mt_ignore_index(bert->loss.ignore_index)));
@@ -205,8 +234,7 @@ static mt_status mti_bert_loss_check(mt_context *ctx, const char *function, cons
                        order ? "sentence_order" : "sop_loss");
     }
     if (last) MT_TRY(mt_tensor_check(ctx, function, "sop_loss", sop_loss, MT_ARG_F32, 1, batch->sequences));
-    return mt_ids_check(ctx, "sentence order", order, batch->sequences, 2,
-                        mt_ignore_index(bert->sop_loss.ignore_index));
+    return mt_ids_check(ctx, "sentence order", order, batch->sequences, 2, mt_ignore_index(0));
 }
 
 static mt_status mti_bert_run_forward(mt_context *ctx, const char *function, const mt_bert *bert, const mt_batch *batch,
@@ -258,7 +286,7 @@ static mt_status mti_bert_sop_backward(mt_context *ctx, const mt_bert *bert, flo
     const mt_batch *batch = &saved->model.batch;
     mti_output out = mti_bert_sop_output(bert, batch, saved);
     mt_tensor dy, dh = saved->pooled_h;
-    mt_hash_log_tokens(ctx, batch->first_sequence);
+    mti_bert_log_sequences(ctx, bert, batch);
     MT_TRY(mt_arena_tensor(ctx, dx.dtype, dh.rows, dh.cols, &dy));
     MT_TRY(mti_output_backward(ctx, &out, scale, dy));
     MT_TRY(mt_column_parallel_activation_backward(ctx, &bert->pooler, MT_TANH, saved->pooled_h, dy, dh));
@@ -272,7 +300,7 @@ static mt_status mti_bert_backward(mt_context *ctx, const mt_bert *bert, float l
     const mt_batch *batch = &saved->model.batch;
     int last = mti_model_is_last(&bert->model);
     mt_tensor dy = doutput;
-    mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
+    mti_model_log_batch(ctx, &bert->model, batch);
     if (last) {
         MT_TRY(mti_model_room(ctx, &bert->model, mt_none(), mti_model_rows(&bert->model, batch), &dy));
         MT_TRY(mti_bert_lm_backward(ctx, bert, lm_scale, dy, saved));
@@ -316,11 +344,11 @@ static mt_status mti_bert_head_logits(mt_context *ctx, const mt_bert *bert, cons
                                       mt_tensor lm_logits, mt_tensor sop_logits) {
     mt_tensor y;
     if (lm_logits.data) {
-        MT_TRY(mti_bert_lm_hidden(ctx, bert, x, batch->sequences * batch->seq, NULL, &y));
+        MT_TRY(mti_bert_lm_hidden(ctx, bert, x, mti_model_tokens(&bert->model, batch), NULL, &y));
         MT_TRY(mt_column_parallel_linear_product(ctx, &bert->head, y, 1, lm_logits));
     }
     if (!sop_logits.data) return MT_SUCCESS;
-    MT_TRY(mti_bert_pool(ctx, bert, batch, x, NULL, &y));
+    MT_TRY(mti_bert_pool(ctx, bert, batch, x, 1, NULL, &y));
     return mt_column_parallel_linear_product(ctx, &bert->binary_head, y, 1, sop_logits);
 }
 
@@ -344,7 +372,7 @@ MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_b
     size_t mark;
     mt_status status;
     MT_TRY(mti_model_call_check(ctx, function, bert ? &bert->model : NULL, batch));
-    tokens = batch->sequences * batch->seq;
+    tokens = mti_model_tokens(&bert->model, batch);
     if (lm_logits.data)
         MT_TRY(mt_tensor_check(ctx, function, "lm_logits", lm_logits, MT_ARG_FLOAT, tokens, bert->desc.vocab));
     if (sop_logits.data && bert->desc.no_binary_head)

@@ -66,6 +66,9 @@ MT_API void mt_bert_saved_destroy(mt_bert_saved *saved); /* NULL and a zero-init
    With no_binary_head, sentence_order must be NULL and sop_loss mt_none() (MT_ERR_ARGUMENT). batch->lengths masks
    padding, and batch->token_types has the segment of each token. When saved is NULL, forward is evaluation, without
    dropout.
+   On c context ranks ids, targets and lm_loss [1, sequences * seq / c] are those of this rank (see
+   mt_context_parallel_token); sentence_order is the same on all of them. Context rank 0 has the first tokens of the
+   sequences: its sop_loss counts, and that of the others is 0.
    Communication over the tensor group: that of mt_gpt_forward, and 1 all-gather of [tokens, hidden], the output of
    lm_dense. The sentence order adds 1 all-gather of [sequences, hidden] and 1 of 4 floats per sequence; with
    sequence_parallel also 1 all-reduce of [sequences, hidden], which gives every rank the first token of each sequence.
@@ -96,7 +99,8 @@ MT_API mt_status mt_bert_stage_backward(mt_context *ctx, const mt_bert *bert, fl
 
 /* Computes logits, without dropout: lm_logits [sequences * seq, vocab] and sop_logits [sequences, 2], of any float
    type. One of them may be mt_none(), on every rank alike. Collective over the tensor and the pipeline group, as
-   mt_gpt_logits: every rank gets the whole logits. Errors: those of mt_gpt_logits; MT_ERR_ARGUMENT (sop_logits with
+   mt_gpt_logits: every rank gets the whole logits. On c context ranks lm_logits are [sequences * seq / c, vocab], and
+   sop_logits need 1 all-reduce over the context group. Errors: those of mt_gpt_logits; MT_ERR_ARGUMENT (sop_logits with
    no_binary_head). */
 MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, const int32_t *ids,
                                 mt_tensor lm_logits, mt_tensor sop_logits);

@@ -81,7 +81,7 @@ static mt_status mti_gpt_run_forward(mt_context *ctx, const char *function, cons
     MT_TRY(mti_model_forward_check(ctx, function, m, batch, ids, input, output, m && m->grid && mti_model_is_last(m),
                                    kept));
     MT_TRY(mti_model_saved_check(ctx, function, "mt_gpt_saved_create", kept));
-    tokens = batch->sequences * batch->seq;
+    tokens = mti_model_tokens(m, batch);
     if (mti_model_is_last(m)) MT_TRY(mt_tensor_check(ctx, function, "loss", loss, MT_ARG_F32, 1, tokens));
     MT_TRY(mt_ids_check(ctx, "target", targets, tokens, gpt->desc.vocab, mt_ignore_index(gpt->loss.ignore_index)));
     MT_TRY(mti_model_begin_forward(ctx, kept, &mark));
@@ -106,7 +106,7 @@ static mt_status mti_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scal
     mti_output out = mti_gpt_output(gpt, &saved->model.batch, saved);
     int last = mti_model_is_last(&gpt->model);
     mt_tensor dy = doutput;
-    mt_hash_log_tokens(ctx, saved->model.batch.first_sequence * saved->model.batch.seq);
+    mti_model_log_batch(ctx, &gpt->model, &saved->model.batch);
     if (last) {
         MT_TRY(mti_model_room(ctx, &gpt->model, mt_none(), saved->head.x.rows, &dy));
         MT_TRY(mti_output_backward(ctx, &out, scale, dy));
@@ -153,32 +153,36 @@ MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale
     return mti_gpt_run_backward(ctx, "mt_gpt_backward", gpt, scale, mt_none(), mt_none(), saved);
 }
 
-/* *row becomes the row of the sequence's last valid token, or of its first token when its length is 0. */
-static mt_status mti_last_row(mt_context *ctx, const mt_batch *batch, int64_t sequence, int64_t *row) {
+/* *position becomes that of a sequence's last valid token, or 0 when its length is 0. */
+static mt_status mti_last_position(mt_context *ctx, const mt_batch *batch, int64_t sequence, int64_t *position) {
     int32_t length = (int32_t)batch->seq;
     if (batch->lengths) MT_TRY(mt_download(ctx, mt_tensor_make(batch->lengths + sequence, MT_I32, 1, 1), &length));
-    *row = sequence * batch->seq + mt_max(0, mt_min(length, batch->seq) - 1);
+    *position = mt_max(0, mt_min(length, batch->seq) - 1);
     return MT_SUCCESS;
 }
 
-/* *out becomes x when n is x.rows, and otherwise a copy of the rows of the n sequences' last valid tokens. */
-static mt_status mti_gpt_pick_rows(mt_context *ctx, const mt_batch *batch, mt_tensor x, int64_t n, mt_tensor *out) {
-    int64_t i, row = 0;
+/* *out becomes x when n is x.rows, and otherwise the rows of the n sequences' last valid tokens, on every context
+   rank. */
+static mt_status mti_gpt_pick_rows(mt_context *ctx, const mt_language_model *m, const mt_batch *batch, mt_tensor x,
+                                   int64_t n, mt_tensor *out) {
+    int64_t i, position, row;
     *out = x;
-    if (n == x.rows) return MT_SUCCESS;
+    if (n == x.rows && (!m->cp || n != batch->sequences)) return MT_SUCCESS;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, n, x.cols, out));
+    if (m->cp) MT_TRY(mt_fill(ctx, *out, 0.0f));
     for (i = 0; i < n; i++) {
-        MT_TRY(mti_last_row(ctx, batch, i, &row));
-        MT_TRY(mt_copy(ctx, mt_tensor_rows(x, row, 1), mt_tensor_rows(*out, i, 1)));
+        MT_TRY(mti_last_position(ctx, batch, i, &position));
+        row = mti_model_row(m, batch, i, position);
+        if (row >= 0) MT_TRY(mt_copy(ctx, mt_tensor_rows(x, row, 1), mt_tensor_rows(*out, i, 1)));
     }
-    return MT_SUCCESS;
+    return mti_model_sum_context(ctx, m, *out);
 }
 
 /* Computes the logits from x, the output of the model m on the last stage. */
 static mt_status mti_gpt_head_logits(mt_context *ctx, const mt_gpt *gpt, const mt_language_model *m,
                                      const mt_batch *batch, mt_tensor x, mt_tensor logits) {
     MT_TRY(mt_gather_tokens(ctx, gpt->head.tp, m->desc.layer.sequence_parallel, x, &x));
-    MT_TRY(mti_gpt_pick_rows(ctx, batch, x, logits.rows, &x));
+    MT_TRY(mti_gpt_pick_rows(ctx, m, batch, x, logits.rows, &x));
     return mt_column_parallel_linear_product(ctx, &gpt->head, x, 1, logits);
 }
 
@@ -200,7 +204,7 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     size_t mark;
     mt_status status;
     MT_TRY(mti_model_call_check(ctx, function, gpt ? &gpt->model : NULL, batch));
-    tokens = batch->sequences * batch->seq;
+    tokens = mti_model_tokens(&gpt->model, batch);
     MT_TRY(mt_tensor_check(ctx, function, "logits", logits, MT_ARG_FLOAT,
                            logits.rows == batch->sequences ? batch->sequences : tokens, gpt->desc.vocab));
     MT_TRY(mt_ids_check(ctx, "token id", ids, tokens, gpt->desc.vocab, 0));
@@ -296,10 +300,11 @@ MT_API mt_status mt_gpt_cache_set_length(mt_context *ctx, const mt_gpt_cache *ca
     return mt_upload(ctx, &value, mt_tensor_make(cache->lengths + sequence, MT_I32, 1, 1));
 }
 
-/* A copy of the model that runs without sequence parallelism. The layers clear it themselves. */
+/* A copy of the model in which each rank has all tokens. The layers do this to themselves. */
 static mt_language_model mti_model_whole_tokens(const mt_language_model *model) {
     mt_language_model m = *model;
     m.desc.layer.sequence_parallel = m.tokens.desc.sequence_parallel = 0;
+    m.cp = NULL;
     return m;
 }
 
@@ -376,7 +381,7 @@ static mt_status mti_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_lan
     mt_tensor x, room;
     if (!s.positions) MT_TRY(mti_gpt_next_positions(ctx, batch, cache, &s.positions));
     MT_TRY(mti_model_infer(ctx, m, batch, ids, cache, &x));
-    if (mti_model_is_last(m)) MT_TRY(mti_gpt_pick_rows(ctx, batch, x, batch->sequences, &x));
+    if (mti_model_is_last(m)) MT_TRY(mti_gpt_pick_rows(ctx, m, batch, x, batch->sequences, &x));
     MT_TRY(mti_model_share_room(ctx, m, next, &room));
     if (mti_model_is_last(m)) status = mti_gpt_draw(ctx, gpt, &s, x, (int32_t *)room.data);
     if (status != MT_SUCCESS && status != MT_ERR_DATA) return status;

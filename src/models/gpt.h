@@ -101,6 +101,9 @@ MT_API mt_status mt_gpt_stage_backward(mt_context *ctx, const mt_gpt *gpt, float
    model are not rounded to 16 bits.
    Collective over the tensor and the pipeline group: all their ranks call it with the same batch and ids, and every
    rank gets the whole logits. On a GPU the call waits when it looks up the last tokens of a batch that has lengths.
+   On c context ranks ids are the [sequences * seq / c] of this rank. logits [sequences * seq / c, vocab] are those of
+   its tokens; every rank gets logits [sequences, vocab] of the last tokens, for which the call does 1 all-reduce over
+   the context group.
    MT_ERR_SHAPE: batch->seq is greater than max_seq. MT_ERR_DATA: an id is out of range; on a GPU a later call returns
    it: see mt_ids_check. */
 MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
@@ -158,6 +161,7 @@ MT_API mt_status mt_gpt_cache_set_length(mt_context *ctx, const mt_gpt_cache *ca
    [sequences * seq, hidden], also with sequence_parallel, and 1 all-gather for the logits. On a pipeline, each stage
    sends [sequences * seq, hidden] to the next, and the last stage broadcasts the logits. On a GPU the call waits only
    to look up the last tokens of a batch that has lengths and more than one token for each sequence.
+   Context ranks do not divide this work: all of them pass the same batch and ids, and each computes all tokens.
    Errors: MT_ERR_ARGUMENT (the batch has another number of sequences than the cache, or the cache is of another model),
    MT_ERR_SHAPE (seq is greater than the model's max_seq), MT_ERR_DATA (an id is out of range, on a GPU as in
    mt_gpt_logits; on a CPU: a sequence would have more than max_seq tokens). After an error the lengths of the cache are

@@ -3,6 +3,7 @@
 #pragma once
 #include "model.h"
 #include "gpt.h"
+#include "../comm/conjugates.h"
 #include "../ops/embedding.h"
 #include "../blocks/layer.c"
 
@@ -41,6 +42,11 @@ static mt_status mti_model_check(mt_context *ctx, const char *function, const mt
                        "mt_context_desc.arena_symmetric promises",
                        function, grid->pp_size);
     return MT_SUCCESS;
+}
+
+/* See mti_log_batch. */
+static void mti_model_log_batch(mt_context *ctx, const mt_language_model *m, const mt_batch *batch) {
+    mti_log_batch(ctx, m->cp, &m->layers[0].attention.context, batch);
 }
 
 static int mti_model_is_first(const mt_language_model *m) { return m->grid->pp_rank == 0; }
@@ -111,6 +117,7 @@ static mt_status mti_model_create(mt_context *ctx, mt_params *params, const mt_l
     mt_transformer_layer_desc *l = &m->desc.layer;
     m->desc = *desc;
     m->grid = mt_params_grid(params);
+    if (m->grid->cp_size > 1) m->cp = m->grid->cp;
     m->local_layers = desc->layers / m->grid->pp_size;
     m->first_layer = m->grid->pp_rank * m->local_layers;
     l->max_seq = l->scores.rotary_base > 0.0f ? desc->max_seq : 0;
@@ -158,9 +165,46 @@ MT_API void mt_language_model_saved_destroy(mt_language_model_saved *saved) {
     memset(saved, 0, sizeof *saved);
 }
 
-static mt_dropout mti_model_dropout(const mt_language_model *m, const mt_batch *batch, int64_t rows, int training) {
-    return mti_row_dropout(batch, training ? m->desc.embedding_dropout : 0.0f, m->desc.layers, 3,
-                           m->desc.layer.sequence_parallel, m->grid->tp, rows, m->desc.layer.hidden);
+static mti_row_dropout mti_model_dropout(const mt_language_model *m, const mt_batch *batch, int64_t rows,
+                                         int training) {
+    return mti_row_dropout_of(&m->layers[0].attention, batch, training ? m->desc.embedding_dropout : 0.0f,
+                              m->desc.layers, 3, m->desc.layer.sequence_parallel, rows);
+}
+
+/* Returns the number of tokens of a batch on this context rank. */
+static int64_t mti_model_tokens(const mt_language_model *m, const mt_batch *batch) {
+    return batch->sequences * batch->seq / mt_comm_size(m->cp);
+}
+
+/* Returns the row of a token among those of this context rank, or -1 when another rank has it. */
+static int64_t mti_model_row(const mt_language_model *m, const mt_batch *batch, int64_t sequence, int64_t position) {
+    const mti_halves h = mti_halves_of(&m->layers[0].attention, batch->seq);
+    int half;
+    if (!m->cp) return sequence * batch->seq + position;
+    for (half = 0; half < h.count; half++) {
+        const int64_t i = position - h.first[half];
+        if (i >= 0 && i < h.chunk) return (half * batch->sequences + sequence) * h.chunk + i;
+    }
+    return -1;
+}
+
+/* Adds up rows of which one context rank has a number, and the others zero. */
+static mt_status mti_model_sum_context(mt_context *ctx, const mt_language_model *m, mt_tensor rows) {
+    if (!m->cp) return MT_SUCCESS;
+    MT_TRY(mt_declare(ctx, m->cp, rows, MT_PARTIAL));
+    return mt_reduce_from_tensor_region_forward(ctx, m->cp, rows);
+}
+
+/* Writes the position of each of this rank's rows. */
+static mt_status mti_model_positions(mt_context *ctx, const mt_language_model *m, const mt_batch *batch, int64_t rows,
+                                     int32_t *ids) {
+    const mti_token_rows t = mti_token_rows_of(&m->layers[0].attention, batch, m->desc.layer.sequence_parallel, rows);
+    int64_t row, count, token;
+    for (row = 0; row < rows; row += count) {
+        count = mti_token_run(&t, row, rows, &token);
+        MT_TRY(mt_position_ids(ctx, token, batch->seq, batch->cu_seqlens, batch->documents, ids + row, count));
+    }
+    return MT_SUCCESS;
 }
 
 /* *out becomes an array with the row of the table for each of this rank's rows: the position of the token in its
@@ -178,21 +222,27 @@ static mt_status mti_model_table_ids(mt_context *ctx, const mt_language_model *m
     *out = (const int32_t *)ids.data;
     /* sequences of 1 token: all types are 0 */
     if (types) return mt_position_ids(ctx, 0, 1, NULL, 0, (int32_t *)ids.data, rows);
-    return mt_position_ids(ctx, first, batch->seq, batch->cu_seqlens, batch->documents, (int32_t *)ids.data, rows);
+    return mti_model_positions(ctx, m, batch, rows, (int32_t *)ids.data);
 }
 
+/* Returns the context group when its ranks have the same tokens, as in inference with a cache; otherwise NULL. */
+static mt_comm *mti_model_same_tokens(const mt_language_model *m) { return m->cp ? NULL : m->grid->cp; }
+
 /* Tells check mode what the ids of calls are, until mti_ids_end, where it does not know: the same on the tensor ranks
-   or, with is_split 1, those of this rank's rows, and others on the data ranks. */
-static mt_status mti_ids_begin(mt_context *ctx, const mt_grid *grid, const int32_t *ids, int64_t rows, int is_split) {
+   or, with is_split 1, those of this rank's rows, and others on the data and context ranks. */
+static mt_status mti_ids_begin(mt_context *ctx, const mt_language_model *m, const int32_t *ids, int64_t rows,
+                               int is_split) {
+    const mt_grid *grid = m->grid;
     mt_tensor t = mt_tensor_make(ids, MT_I32, rows, 1);
     mt_placement tp = mt_placement_of(ctx, grid->tp, t), dp = mt_placement_of(ctx, grid->dp_cp, t);
     if (tp == MT_UNDECLARED || tp == MT_REPLICATED) tp = is_split ? MT_SPLIT_ROWS : MT_REPLICATED;
     MT_TRY(mt_check_view(ctx, grid->tp, t, tp));
-    return mt_check_view(ctx, grid->dp_cp, t, dp);
+    MT_TRY(mt_check_view(ctx, grid->dp_cp, t, dp));
+    return mt_check_view(ctx, mti_model_same_tokens(m), t, MT_REPLICATED);
 }
 
 static mt_status mti_ids_end(mt_context *ctx, mt_status status) {
-    return mt_check_view_end(ctx, mt_check_view_end(ctx, status));
+    return mt_check_view_end(ctx, mt_check_view_end(ctx, mt_check_view_end(ctx, status)));
 }
 
 /* Adds the rows of a table to x. Does nothing when the model does not have the table. */
@@ -202,7 +252,7 @@ static mt_status mti_model_add_table(mt_context *ctx, const mt_language_model *m
     const int32_t *ids;
     if (!table) return MT_SUCCESS;
     MT_TRY(mti_model_table_ids(ctx, m, batch, table, x.rows, &ids));
-    MT_TRY(mti_ids_begin(ctx, m->grid, ids, x.rows, m->desc.layer.sequence_parallel));
+    MT_TRY(mti_ids_begin(ctx, m, ids, x.rows, m->desc.layer.sequence_parallel));
     MT_TRY(mti_ids_end(ctx, mt_embedding_forward(ctx, table->value, 0, ids, 1.0f, x)));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
@@ -210,14 +260,14 @@ static mt_status mti_model_add_table(mt_context *ctx, const mt_language_model *m
 
 static mt_status mti_model_embed_tokens(mt_context *ctx, const mt_language_model *m, const int32_t *ids, int64_t tokens,
                                         mt_tensor x) {
-    MT_TRY(mti_ids_begin(ctx, m->grid, ids, tokens, 0));
+    MT_TRY(mti_ids_begin(ctx, m, ids, tokens, 0));
     return mti_ids_end(ctx, mt_vocab_parallel_embedding_forward(ctx, &m->tokens, ids, tokens, x));
 }
 
 /* Computes the sum of the embeddings of tokens, positions and token types. */
 static mt_status mti_model_embed_sum(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
                                      const int32_t *ids, mt_tensor x) {
-    MT_TRY(mti_model_embed_tokens(ctx, m, ids, batch->sequences * batch->seq, x));
+    MT_TRY(mti_model_embed_tokens(ctx, m, ids, mti_model_tokens(m, batch), x));
     MT_TRY(mti_model_add_table(ctx, m, batch, m->positions, x));
     return mti_model_add_table(ctx, m, batch, m->token_types, x);
 }
@@ -225,7 +275,7 @@ static mt_status mti_model_embed_sum(mt_context *ctx, const mt_language_model *m
 /* Computes x, the sum of the embeddings with norm and dropout. */
 static mt_status mti_model_embed(mt_context *ctx, const mt_language_model *m, const mt_batch *batch, const int32_t *ids,
                                  mt_tensor x, mt_language_model_saved *saved) {
-    mt_dropout dropout = mti_model_dropout(m, batch, x.rows, saved != NULL);
+    const mti_row_dropout dropout = mti_model_dropout(m, batch, x.rows, saved != NULL);
     if (m->embedding_norm.weight) {
         size_t mark = mt_arena_mark(ctx);
         mt_tensor sum;
@@ -236,7 +286,7 @@ static mt_status mti_model_embed(mt_context *ctx, const mt_language_model *m, co
     } else {
         MT_TRY(mti_model_embed_sum(ctx, m, batch, ids, x));
     }
-    if (dropout.p > 0.0f) MT_TRY(mt_bias_dropout_add_forward(ctx, x, mt_none(), mt_none(), dropout, x));
+    if (dropout.dropout.p > 0.0f) MT_TRY(mti_rows_drop(ctx, &dropout, x, mt_none(), mt_none()));
     return saved ? mt_hash_log_activation(ctx, "embedding", 0, "output", x, m->desc.layer.sequence_parallel, NULL)
                  : MT_SUCCESS;
 }
@@ -259,7 +309,7 @@ static mt_status mti_model_embed_cached(mt_context *ctx, const mt_language_model
     if (!m->positions) return MT_SUCCESS;
     MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, x.rows, &positions));
     MT_TRY(mt_kv_cache_positions(ctx, &cache->layers[0], batch->sequences, batch->seq, (int32_t *)positions.data));
-    MT_TRY(mti_ids_begin(ctx, m->grid, (const int32_t *)positions.data, x.rows, 0));
+    MT_TRY(mti_ids_begin(ctx, m, (const int32_t *)positions.data, x.rows, 0));
     MT_TRY(
         mti_ids_end(ctx, mt_embedding_forward(ctx, m->positions->value, 0, (const int32_t *)positions.data, 1.0f, x)));
     mt_arena_release(ctx, mark);
@@ -268,12 +318,18 @@ static mt_status mti_model_embed_cached(mt_context *ctx, const mt_language_model
 
 /* Returns the number of this rank's rows of a batch that mti_model_call_check has accepted. */
 static int64_t mti_model_rows(const mt_language_model *m, const mt_batch *batch) {
-    return batch->sequences * batch->seq / (m->desc.layer.sequence_parallel ? m->grid->tp_size : 1);
+    return mti_model_tokens(m, batch) / (m->desc.layer.sequence_parallel ? m->grid->tp_size : 1);
 }
 
 /* Returns what the activations of a model are over the tensor group. */
 static mt_placement mti_model_placement(const mt_language_model *m) {
     return m->desc.layer.sequence_parallel ? MT_SPLIT_ROWS : MT_REPLICATED;
+}
+
+/* Tells check mode what an activation from the stage before is. */
+static mt_status mti_model_received(mt_context *ctx, const mt_language_model *m, mt_tensor input) {
+    MT_TRY(mt_declare_received(ctx, m->grid, input, mti_model_placement(m), MT_SPLIT_ROWS));
+    return m->cp ? MT_SUCCESS : mt_declare(ctx, m->grid->cp, input, MT_REPLICATED);
 }
 
 /* Runs this stage: the embedding (on the first stage; the others begin with `input`), the layers and the final norm. *y
@@ -284,8 +340,8 @@ static mt_status mti_model_forward(mt_context *ctx, const mt_language_model *m, 
                                    mt_language_model_saved *saved, mt_tensor *y) {
     int64_t rows = mti_model_rows(m, batch), i;
     mt_tensor x = input, next, spare = mt_none(), last = m->final_norm.weight ? mt_none() : output;
-    mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
-    if (input.data) MT_TRY(mt_declare_received(ctx, m->grid, input, mti_model_placement(m), MT_SPLIT_ROWS));
+    mti_model_log_batch(ctx, m, batch);
+    if (input.data) MT_TRY(mti_model_received(ctx, m, input));
     else {
         MT_TRY(mti_model_room(ctx, m, spare, rows, &x));
         MT_TRY(MT_RANGE("embedding forward", cache ? mti_model_embed_cached(ctx, m, batch, ids, cache, x)
@@ -317,7 +373,8 @@ static mt_status mti_model_call_check(mt_context *ctx, const char *function, con
     MT_TRY(mti_batch_scores_check(ctx, function, &m->layers[0].attention, batch));
     if (batch->token_types && !m->desc.token_types)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the batch has token_types, and the model has none", function);
-    return mt_sequence_rows(ctx, function, m->grid->tp, m->desc.layer.sequence_parallel, batch->sequences * batch->seq,
+    MT_TRY(mti_parts_check(ctx, function, "batch", m->cp, &m->layers[0].attention.context, batch));
+    return mt_sequence_rows(ctx, function, m->grid->tp, m->desc.layer.sequence_parallel, mti_model_tokens(m, batch),
                             &rows);
 }
 
@@ -341,7 +398,7 @@ static mt_status mti_model_forward_check(mt_context *ctx, const char *function, 
     int64_t tokens;
     MT_TRY(mti_model_call_check(ctx, function, m, batch));
     MT_TRY(mt_check_float(ctx, function, NULL, "backward_scale", batch->backward_scale, MT_FLOAT_FINITE));
-    tokens = batch->sequences * batch->seq;
+    tokens = mti_model_tokens(m, batch);
     if (saved) MT_TRY(mt_check_tokens(ctx, function, tokens));
     MT_TRY(mti_model_boundary(ctx, function, m, batch, mti_model_is_first(m), "input", input));
     MT_TRY(mti_model_boundary(ctx, function, m, batch, output_none, "output", output));
@@ -415,7 +472,7 @@ static mt_status mti_model_table_backward(mt_context *ctx, const mt_language_mod
     if (!table) return MT_SUCCESS;
     MT_TRY(mti_model_table_ids(ctx, m, batch, table, dx.rows, &call.ids));
     call.dx = dx;
-    MT_TRY(mti_ids_begin(ctx, m->grid, call.ids, dx.rows, m->desc.layer.sequence_parallel));
+    MT_TRY(mti_ids_begin(ctx, m, call.ids, dx.rows, m->desc.layer.sequence_parallel));
     return mti_ids_end(ctx, mt_sum_over_tokens(ctx, m->grid->tp, m->desc.layer.sequence_parallel, mti_table_rows, &call,
                                                dx.rows, mt_tensor_rows(table->grad, 0, used), mt_none()));
 }
@@ -424,14 +481,14 @@ static mt_status mti_model_table_backward(mt_context *ctx, const mt_language_mod
 static mt_status mti_model_embed_backward(mt_context *ctx, const mt_language_model *m,
                                           const mt_language_model_saved *saved, mt_tensor dx) {
     const mt_batch *batch = &saved->batch;
-    const int64_t tokens = batch->sequences * batch->seq;
-    mt_dropout dropout = mti_model_dropout(m, batch, dx.rows, 1);
-    if (dropout.p > 0.0f) MT_TRY(mt_bias_dropout_add_backward(ctx, dx, dropout, dx, mt_none()));
+    const int64_t tokens = mti_model_tokens(m, batch);
+    const mti_row_dropout dropout = mti_model_dropout(m, batch, dx.rows, 1);
+    if (dropout.dropout.p > 0.0f) MT_TRY(mti_rows_drop_backward(ctx, &dropout, dx, 0, dx.rows, dx, mt_none()));
     if (m->embedding_norm.weight)
         MT_TRY(mt_norm_layer_backward(ctx, &m->embedding_norm, dx, mt_none(), dx, &saved->embedding_norm));
     MT_TRY(mti_model_table_backward(ctx, m, batch, m->positions, batch->seq, dx));
     MT_TRY(mti_model_table_backward(ctx, m, batch, m->token_types, m->desc.token_types, dx));
-    MT_TRY(mti_ids_begin(ctx, m->grid, saved->ids, tokens, 0));
+    MT_TRY(mti_ids_begin(ctx, m, saved->ids, tokens, 0));
     return mti_ids_end(ctx, mt_vocab_parallel_embedding_backward(ctx, &m->tokens, saved->ids, tokens, dx));
 }
 
@@ -455,7 +512,7 @@ static mt_status mti_model_backward(mt_context *ctx, const mt_language_model *m,
                                     mt_tensor dinput, const mt_language_model_saved *saved) {
     mt_tensor dy, next, spare = mt_none();
     int64_t i;
-    mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
+    mti_model_log_batch(ctx, m, &saved->batch);
     if (!mti_model_is_last(m))
         MT_TRY(mt_declare_received(ctx, m->grid, doutput, mti_model_placement(m), MT_SPLIT_ROWS));
     MT_TRY(mti_model_norm_backward(ctx, m, doutput, scratch, saved, &dy));

@@ -44,6 +44,7 @@ typedef struct mt_language_model {
     int64_t first_layer, local_layers;  /* global number of layers[0]; number of layers of this stage */
     mt_norm_layer final_norm;           /* STACK.final_layernorm.*; weight is NULL with MT_POST_LN */
     const mt_grid *grid;
+    mt_comm *cp; /* grid->cp; NULL: each rank has whole sequences */
 } mt_language_model;
 
 /* What one forward keeps for its backward: tensors in the arena, until the caller's mt_arena_release, and the pointers

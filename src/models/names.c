@@ -3,6 +3,7 @@
 #pragma once
 #include "checkpoint.c"
 #include "../files/formats.h"
+#include "../blocks/weights.h"
 
 /* The rows of queries (which 0), keys (1) or values (2). The other form of rotary positions than the model's is
    converted. */

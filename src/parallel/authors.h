@@ -158,6 +158,12 @@ MT_API mt_status mt_invariant_store(mt_context *ctx, mt_tensor out, mt_tensor t)
    recomputes a forward in its backward calls it, so that each tensor is logged once. Does nothing without a log. */
 MT_API void mt_hash_log_pause(mt_context *ctx, int paused);
 
+/* As mt_hash_log_tokens, which it follows, on context ranks: rows are the tokens of this rank of `sequences` sequences
+   of `seq` tokens each, see mt_context_parallel_token. With sequences 0, rows are logged only on other ranks. The next
+   mt_hash_log_tokens ends it. Does nothing without a log. */
+MT_API void mt_hash_log_parts(mt_context *ctx, const mt_comm *cp, const mt_context_parallel_desc *context,
+                              int64_t sequences, int64_t seq);
+
 /* Logs an activation t [tokens, n] in the context's hash log. Does nothing without a log, or when name is "". With
    sequence_parallel t is [tokens / t, n], this rank's rows. When every rank has all columns of t, cols is NULL. When
    the columns are split over tensor ranks, cols is a parameter whose split dimension is split in the same way, such as

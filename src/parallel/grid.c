@@ -160,3 +160,19 @@ MT_API void mt_grid_destroy(mt_grid *grid) {
     mt_comm_destroy(grid->tp);
     memset(grid, 0, sizeof *grid);
 }
+
+/* Returns the number of chunks of a sequence that a rank has. */
+static int mti_ring_halves(const mt_context_parallel_desc *context, int size) {
+    return size == 1 || (context && context->contiguous) ? 1 : 2;
+}
+
+MT_API int64_t mt_context_parallel_token(const mt_context_parallel_desc *context, int rank, int size, int64_t batch,
+                                         int64_t seq, int64_t row) {
+    const int halves = mti_ring_halves(context, size);
+    int64_t chunk, of;
+    if (rank < 0 || rank >= size || batch < 1 || seq < 1 || seq > INT64_MAX / batch) return -1;
+    chunk = seq / halves / size;
+    if (chunk * halves * size != seq || row < 0 || row >= batch * halves * chunk) return -1;
+    of = row / chunk < batch ? rank : 2 * (int64_t)size - 1 - rank;
+    return row / chunk % batch * seq + of * chunk + row % chunk;
+}

@@ -45,3 +45,39 @@ MT_API mt_status mt_grid_ranks(const mt_grid_desc *desc, int world_size, mt_grou
    and mt_comm_split; world keeps the message (mt_comm_last_error). */
 MT_API mt_status mt_grid_create(mt_comm *world, const mt_grid_desc *desc, mt_grid *out);
 MT_API void mt_grid_destroy(mt_grid *grid); /* a zero-initialised grid is allowed */
+
+/* How the keys and values of other context ranks get to the queries, by Megatron-LM's names (cp_comm_type). */
+typedef enum mt_cp_comm_type {
+    MT_CP_AUTO = 0,       /* see docs/context.md */
+    MT_CP_P2P = 1,        /* a ring: each rank sends what it has to the next one, while it computes */
+    MT_CP_ALL_GATHER = 2, /* each rank gathers all keys and values first */
+    MT_CP_A2A = 3         /* each rank gets all tokens of some heads (Ulysses, arXiv 2309.14509) */
+} mt_cp_comm_type;
+#define MT_CP_COMM_TYPE_WORDS "MT_CP_AUTO MT_CP_P2P MT_CP_ALL_GATHER MT_CP_A2A" /* see mt_check_enum */
+
+/* Attention of sequences of which each of n ranks has a part, for mt_context_parallel_attention_forward. A sequence has
+   2 n chunks, and rank r has the chunks r and 2 n - 1 - r, so that all ranks have equally much to do under a causal
+   mask (zigzag). q, k and v of a rank have the rows [2, batch, seq / (2 n)]: chunk r of each sequence, then chunk
+   2 n - 1 - r of each. With `contiguous`, a rank has chunk r of n, and the rows are [batch, seq / n]. One rank has the
+   rows [batch, seq]. See mt_context_parallel_token. */
+typedef struct mt_context_parallel_desc {
+    mt_cp_comm_type comm_type; /* 0: MT_CP_AUTO */
+    int contiguous;            /* 1: rank r has the tokens [r seq / n, (r + 1) seq / n) of each sequence */
+    /* 1: k and v have the rows [batch, kv_seq] on each rank, the same on all of them, as of a memory that is not
+       divided. Then nothing is communicated, comm_type has no effect, and dk and dv are terms of sums over the ranks */
+    int whole_keys;
+} mt_context_parallel_desc;
+
+/* Returns which token of a batch of whole sequences [batch, seq] is row `row` of context rank `rank` of `size` ranks:
+   token i is number i % seq of sequence i / seq. So a program fills the rows of a rank:
+       for (row = 0; row < batch * seq / size; row++) {
+           i = mt_context_parallel_token(context, rank, size, batch, seq, row);
+           ids[row] = all_ids[i];
+           targets[row] = all_targets[i];
+           positions[row] = i % seq;
+       }
+   Shift the targets of whole sequences, not those of a rank: the token after the last one of a chunk is on another
+   rank. rank and size are cp_rank and cp_size of mt_grid. context NULL: all of its fields 0. It does not communicate.
+   Returns -1 if an argument is out of range, or if 2 * size (with `contiguous` size) does not divide seq. */
+MT_API int64_t mt_context_parallel_token(const mt_context_parallel_desc *context, int rank, int size, int64_t batch,
+                                         int64_t seq, int64_t row);

@@ -2,6 +2,7 @@
 
 #pragma once
 #include "hash_log.h"
+#include "grid.c"
 #include "scatter.c"
 
 #define MTI_LOG_NAME (MT_NAME_MAX + 32)
@@ -19,6 +20,13 @@ typedef struct mti_log_entry {
     int order; /* position among the lines of all stages, see mti_log_lines */
 } mti_log_entry;
 
+/* The rows of mt_hash_log_parts. */
+typedef struct mti_log_rows {
+    mt_context_parallel_desc context;
+    int rank, size; /* size 0 or 1: the rows are tokens one after the other */
+    int64_t sequences, seq;
+} mti_log_rows;
+
 struct mt_hash_log {
     mt_context *ctx;
     const mt_grid *grid;
@@ -26,7 +34,8 @@ struct mt_hash_log {
     /* last: index of the entry that was found last. Steps repeat, so the next search starts after it */
     int count, capacity, last;
     int64_t first_token; /* of the current call, in the global batch */
-    int values;          /* calls of mt_hash_log_value so far; every stage makes all of them */
+    mti_log_rows rows;
+    int values; /* calls of mt_hash_log_value so far; every stage makes all of them */
     int paused;
 };
 
@@ -83,7 +92,51 @@ static mt_status mti_log_entry_of(mt_context *ctx, mt_hash_log *log, const char 
 
 MT_API void mt_hash_log_tokens(mt_context *ctx, int64_t first_token) {
     mt_hash_log *log = mti_hash_log_of(ctx);
-    if (log) log->first_token = first_token > 0 ? first_token : 0;
+    if (!log) return;
+    log->first_token = first_token > 0 ? first_token : 0;
+    log->rows.size = 1;
+}
+
+MT_API void mt_hash_log_parts(mt_context *ctx, const mt_comm *cp, const mt_context_parallel_desc *context,
+                              int64_t sequences, int64_t seq) {
+    mt_hash_log *log = mti_hash_log_of(ctx);
+    if (!log) return;
+    memset(&log->rows, 0, sizeof log->rows);
+    if (context) log->rows.context = *context;
+    log->rows.rank = mt_comm_rank(cp);
+    log->rows.size = mt_comm_size(cp);
+    log->rows.sequences = sequences;
+    log->rows.seq = seq;
+}
+
+/* Returns how many rows from `row` to `end` are tokens one after the other. *token becomes the number of the first one
+   in the call; -1: they count nothing. */
+static int64_t mti_log_run(const mti_log_rows *r, int64_t row, int64_t end, int64_t *token) {
+    int64_t chunk;
+    *token = row;
+    if (r->size <= 1) return end - row;
+    *token = mt_context_parallel_token(&r->context, r->rank, r->size, r->sequences, r->seq, row);
+    if (*token < 0) return end - row;
+    chunk = r->seq / r->size / mti_ring_halves(&r->context, r->size);
+    return mt_min(end - row, chunk - row % chunk);
+}
+
+/* Adds the hash of the rows of t, all of which, or some columns of which, the rank has. The first one is row `row` of
+   the rank. */
+static mt_status mti_log_add(mt_context *ctx, const mt_hash_log *log, mt_tensor t, int64_t row, const mt_param *cols,
+                             uint64_t *hash) {
+    int64_t at, count, token, i;
+    mti_shard_run run;
+    for (at = 0; at < t.rows; at += count) {
+        const mt_tensor x = mt_tensor_rows(t, at, count = mti_log_run(&log->rows, row + at, row + t.rows, &token));
+        if (token < 0) continue;
+        token += log->first_token;
+        if (!cols) MT_TRY(mt_hash(ctx, x, token, 0, t.cols, hash));
+        for (i = 0; cols && mti_run_next(cols, cols->tp_rank, &i, &run);)
+            if (run.counts)
+                MT_TRY(mt_hash(ctx, mti_run_cols(cols, x, run), token, run.global, mti_split_dimension(cols), hash));
+    }
+    return MT_SUCCESS;
 }
 
 MT_API void mt_hash_log_pause(mt_context *ctx, int paused) {
@@ -97,8 +150,7 @@ MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int u
     mti_log_entry *entry;
     char full[MTI_LOG_NAME];
     int length, row_split;
-    int64_t i = 0, row;
-    mti_shard_run run;
+    int64_t row;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!name || !what)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_activation: %s is NULL", name ? "what" : "name");
@@ -116,18 +168,13 @@ MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int u
     if (log->first_token > INT64_MAX - row)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_tokens: first_token is %lld, and its row %lld has no number",
                        (long long)log->first_token, (long long)row);
-    row += log->first_token;
     for (length = (int)strlen(name); length > 0 && up > 0;) up -= name[--length] == '.';
     snprintf(full, sizeof full, "%.*s.%s", length, name, what);
     MT_TRY(mti_log_entry_of(ctx, log, full, &entry));
     entry->order = strstr(what, "_grad") != NULL;
     entry->split[0] = cols != NULL || row_split;
     entry->split[1] = 1;
-    if (!cols) return mt_hash(ctx, t, row, 0, t.cols, &entry->hash);
-    while (mti_run_next(cols, cols->tp_rank, &i, &run))
-        if (run.counts)
-            MT_TRY(mt_hash(ctx, mti_run_cols(cols, t, run), row, run.global, mti_split_dimension(cols), &entry->hash));
-    return MT_SUCCESS;
+    return mti_log_add(ctx, log, t, row, cols, &entry->hash);
 }
 
 static mt_status mti_log_check(mt_context *ctx, const char *function, const mt_hash_log *log) {

@@ -95,6 +95,8 @@ MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_opti
     MT_TRY(mt_check_integer(ctx, "mt_parallel_set_options", NULL, "overlap_chunks", o.overlap_chunks, 0,
                             MT_OVERLAP_CHUNKS_MAX));
     MT_TRY(mt_check_integer(ctx, "mt_parallel_set_options", NULL, "interleave", o.interleave, 0, 1));
+    MT_TRY(mt_check_enum(ctx, "mt_parallel_set_options", NULL, "context.comm_type", (int)o.context.comm_type,
+                         MT_CP_COMM_TYPE_WORDS));
     MT_TRY(mti_parallel_open(ctx, &p));
     p->options = o;
     return MT_SUCCESS;

@@ -1,6 +1,7 @@
 /* ---- options of the layers --------------------------------------------------------------------------------------- */
 
 #pragma once
+#include "grid.h"
 #include "../comm/overlap.h"
 
 /* Kinds of communication that overlap with computation on MT_DEVICE_CUDA. Layers communicate on a second stream, and
@@ -40,6 +41,10 @@ typedef struct mt_parallel_options {
        parallelism, in invariant mode, with a key/value cache, and for a batch of one sequence or with cu_seqlens. 0: a
        layer works on the whole batch */
     int interleave;
+    /* On several context ranks (mt_grid_desc.cp): how keys and values travel, and which tokens a rank has. Attention
+       reads it when it is created. With whole_keys the memory of cross-attention is whole on each context rank;
+       self-attention does not read whole_keys */
+    mt_context_parallel_desc context;
 } mt_parallel_options;
 
 /* mt_parallel_set_options sets the options of the layers of ctx; options NULL: the defaults. Do not call it between a

@@ -3350,6 +3350,113 @@ static mt_status item_attention(worker *w) {
     return MT_SUCCESS;
 }
 
+/* ---- item context: attention of sequences of which each rank has a part ------------------------------------------ */
+
+enum { CONTEXT_HEADS = 12, CONTEXT_DIM = 64 };
+
+static const struct context_way {
+    const char *name;
+    mt_context_parallel_desc how;
+} context_ways[] = {{"ring, zigzag", {MT_CP_P2P, 0}},
+                    {"ring, contiguous", {MT_CP_P2P, 1}},
+                    {"all-gather, zigzag", {MT_CP_ALL_GATHER, 0}},
+                    {"all-to-all", {MT_CP_A2A, 0}}};
+#define CONTEXT_WAYS (int)(sizeof context_ways / sizeof *context_ways)
+/* The ways forward, then forward and backward, then one rank with the whole sequence, then what a ring sends. */
+enum { CONTEXT_ALONE = 2 * CONTEXT_WAYS, CONTEXT_SENDS = CONTEXT_ALONE + 2, CONTEXT_CASES = CONTEXT_SENDS + 2 };
+
+typedef struct context_item {
+    mt_attention_desc desc;
+    mt_tensor q, k, v, out, lse, dout, dq, dk, dv; /* of a rank; those of rank 0 have room for all tokens */
+} context_item;
+
+/* A view of the first rows, in lse of the first columns, for the tokens of a rank. */
+static mt_tensor context_rows(const context_item *x, mt_tensor t, int ranks) {
+    return mt_tensor_rows(t, 0, x->desc.seq / ranks);
+}
+
+static mt_status context_call(worker *w, int backward, int ranks, const mt_context_parallel_desc *how) {
+    const context_item *x = w->item;
+    mt_tensor q = context_rows(x, x->q, ranks), k = context_rows(x, x->k, ranks), v = context_rows(x, x->v, ranks);
+    mt_tensor out = context_rows(x, x->out, ranks), lse = mt_tensor_cols(x->lse, 0, q.rows);
+    mt_tensor dout = context_rows(x, x->dout, ranks);
+    if (ranks == 1) MT_TRY(mt_dot_product_attention_forward(w->ctx, &x->desc, q, k, v, out, lse));
+    else MT_TRY(mt_context_parallel_attention_forward(w->ctx, w->world, how, &x->desc, q, k, v, out, lse));
+    if (!backward) return MT_SUCCESS;
+    if (ranks == 1)
+        return mt_dot_product_attention_backward(w->ctx, &x->desc, q, k, v, out, lse, dout, x->dq, x->dk, x->dv);
+    return mt_context_parallel_attention_backward(w->ctx, w->world, how, &x->desc, q, k, v, out, lse, dout,
+                                                  context_rows(x, x->dq, ranks), context_rows(x, x->dk, ranks),
+                                                  context_rows(x, x->dv, ranks));
+}
+
+static mt_status run_context(worker *w, int arg) {
+    return context_call(w, arg / CONTEXT_WAYS, mt_comm_size(w->world), &context_ways[arg % CONTEXT_WAYS].how);
+}
+
+static mt_status run_context_alone(worker *w, int backward) { return context_call(w, backward, 1, NULL); }
+
+/* What the ring sends, without the attention. */
+static mt_status run_context_sends(worker *w, int backward) {
+    const context_item *x = w->item;
+    const int ranks = mt_comm_size(w->world), next = (rank_of(w) + 1) % ranks, last = (rank_of(w) + ranks - 1) % ranks;
+    const size_t count = (size_t)(x->desc.seq / ranks * x->k.cols);
+    /* forward: k and v, n - 1 times; backward: these again, and the gradients of both n times */
+    for (int i = 0; i < 2 * (ranks - 1) * (1 + backward) + 2 * ranks * backward; i++)
+        MT_TRY(mt_send_recv(w->ctx, w->world, x->k.data, count, next, x->dk.data, count, last, MT_F32));
+    return MT_SUCCESS;
+}
+
+static mt_status context_create(worker *w, context_item *x) {
+    const int64_t tokens = x->desc.seq / (rank_of(w) == 0 ? 1 : mt_comm_size(w->world));
+    mt_tensor *const all[] = {&x->q, &x->k, &x->v, &x->out, &x->dout, &x->dq, &x->dk, &x->dv};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        mt_random at = {.seed = 5, .subsequence = i, .global_cols = CONTEXT_HEADS * CONTEXT_DIM};
+        MT_TRY(mt_arena_tensor(w->ctx, MT_F32, tokens, CONTEXT_HEADS * CONTEXT_DIM, all[i]));
+        MT_TRY(mt_random_normal(w->ctx, *all[i], 0.5f, at));
+    }
+    return mt_arena_tensor(w->ctx, MT_F32, CONTEXT_HEADS, tokens, &x->lse);
+}
+
+static void context_rows_of(const team *t, const context_item *x, int way) {
+    char name[64];
+    snprintf(name, sizeof name, "%s, %lld tokens, %d ranks", context_ways[way].name, (long long)x->desc.seq, t->size);
+    for (int backward = 0; backward < 2; backward++) {
+        const int c = backward * CONTEXT_WAYS + way;
+        row("context", backward ? "  with backward" : name, case_time(t, c, 1), "s",
+            case_ratio(t, c, CONTEXT_ALONE + backward, t->size), "1 rank's time / ranks");
+        if (context_ways[way].how.comm_type == MT_CP_P2P)
+            row("context", "  sending alone", case_time(t, CONTEXT_SENDS + backward, 1), "s",
+                case_ratio(t, CONTEXT_SENDS + backward, c, 1), "of it");
+    }
+}
+
+static mt_status context_measure(worker *w, int64_t tokens) {
+    context_item x = {
+        .desc = {.batch = 1, .seq = tokens, .groups = CONTEXT_HEADS, .heads_per_group = 1, .head_dim = CONTEXT_DIM}};
+    bench_case cases[CONTEXT_CASES];
+    size_t mark = mt_arena_mark(w->ctx);
+    for (int i = 0; i < CONTEXT_ALONE; i++) cases[i] = (bench_case){run_context, i, 0, 0};
+    for (int i = 0; i < 2; i++) {
+        cases[CONTEXT_ALONE + i] = (bench_case){run_context_alone, i, 1, 0};
+        cases[CONTEXT_SENDS + i] = (bench_case){run_context_sends, i, 0, 0};
+    }
+    w->item = &x;
+    if (rank_of(w) == 0) w->team->once = tokens > 8192;
+    MT_TRY(context_create(w, &x));
+    MT_TRY(barrier(w));
+    MT_TRY(measure(w, cases, CONTEXT_CASES));
+    for (int way = 0; way < CONTEXT_WAYS && rank_of(w) == 0; way++) context_rows_of(w->team, &x, way);
+    mt_arena_release(w->ctx, mark);
+    return barrier(w);
+}
+
+static mt_status item_context(worker *w) {
+    if (opt->tiny || opt->quick) return context_measure(w, opt->tiny ? 256 : 2048);
+    MT_TRY(context_measure(w, 4096));
+    return context_measure(w, 16384);
+}
+
 /* ---- item memory: on the meta device, which allocates nothing ---------------------------------------------------- */
 
 static mt_status memory_forward(mt_context *ctx, mt_grid *grid, int sequence_parallel, double *bytes) {
@@ -3456,7 +3563,9 @@ static const item items[] = {
     {"collectives", "16 ranks", item_many_ranks, 16},
     {"collectives", "64 ranks", item_many_ranks, MAX_RANKS},
     {"bandwidth", "operators on one core; bytes read and written, each tensor counted once", item_bandwidth, RANKS},
-    {"attention", "causal attention of long sequences on one core, one head", item_attention, RANKS}};
+    {"attention", "causal attention of long sequences on one core, one head", item_attention, RANKS},
+    {"context", "causal attention over context ranks, hidden 768, 12 heads, float", item_context, RANKS},
+    {"context", "4 ranks", item_context, 4}};
 #define ITEMS (int)(sizeof items / sizeof *items)
 
 static int wanted(const char *name) { return !opt->only || strcmp(opt->only, name) == 0; }
@@ -3547,7 +3656,7 @@ static void print_help(void) {
            "  --tiny       one sample of each, and small GPTs in plan and scaling: only shows that everything runs\n"
            "  --seconds S  time for each item (default 15)\n"
            "  --only ITEM  one of gemm layer composed checking breakdown gpt2 inference decode invariant plan\n"
-           "               scaling collectives bandwidth attention memory\n"
+           "               scaling collectives bandwidth attention context memory\n"
            "  --unpacked   item inference without packed weights\n"
            "  --machine FILE  item plan writes the rates of 2 ranks at once, for train_gpt --dry-run --machine FILE\n");
 }
