@@ -518,7 +518,7 @@ typedef struct scores {
     const char *name;
     mt_mask mask;
     int64_t window, kv_seq;
-    float softcap, dropout;
+    float softcap, dropout, scale;
     int alibi, documents, lengths, bias; /* bias: 1 a bias with a gradient, 2 a boolean mask */
 } scores;
 
@@ -529,6 +529,7 @@ static const scores all_scores[] = {{"causal", .mask = MT_MASK_CAUSAL},
                                     {"soft cap and ALiBi", .softcap = 2.0f, .alibi = 1},
                                     {"documents", .documents = 1},
                                     {"lengths", .lengths = 1, .mask = MT_MASK_BIDIRECTIONAL},
+                                    {"far apart", .scale = 60.0f},
                                     {"a bias", .bias = 1},
                                     {"a mask", .bias = 2, .mask = MT_MASK_BIDIRECTIONAL},
                                     {"dropout", .dropout = 0.3f},
@@ -559,6 +560,7 @@ static mt_attention_desc whole_desc(const scores *of, mt_tensor dbias) {
     mt_attention_desc s = {.batch = BATCH, .seq = LONG, .groups = GROUPS, .heads_per_group = MEMBERS, .head_dim = DIM};
     s.kv_seq = of->kv_seq;
     s.scores = (mt_scores_desc){.mask = of->mask, .window = of->window, .softcap = of->softcap, .alibi = of->alibi};
+    s.scores.scale = of->scale;
     s.scores.alibi_slopes = of->alibi ? slopes : NULL;
     s.cu_seqlens = of->documents ? documents : NULL;
     s.documents = of->documents ? 5 : 0;
@@ -690,11 +692,130 @@ static void test_attention_on_every_split(void **state) {
             a.how.comm_type = (mt_cp_comm_type)(MT_CP_P2P + way / 16);
             a.dtype = way / 8 % 2 ? MT_BF16 : MT_F32;
             if (a.how.comm_type == MT_CP_A2A && a.cp == 3) continue; /* 3 ranks cannot share 4 heads */
+            if (a.of->scale > 0 && a.dtype != MT_F32) continue;      /* the scores would be others */
             a.check = way % 3;
             test_launch(a.cp, attention_rank, &a);
         }
         free_tensors(&a.whole);
     }
+}
+
+/* A norm of the keys: its gradient needs that of the keys by the queries of all ranks. */
+typedef struct norm_run {
+    mt_context_parallel_desc how;
+    int cp;
+    float *dweight; /* [GROUPS * DIM] */
+} norm_run;
+
+static mt_status norm_of_keys_rank(mt_comm *world, void *user) {
+    const norm_run *n = (const norm_run *)user;
+    const mt_norm_layer_desc of_keys = {.features = GROUPS * DIM, .kind = MT_RMS_NORM};
+    const mt_context_desc where = {.arena_bytes = 1 << 20, .check = 2};
+    attention_run a = {.cp = n->cp, .how = n->how, .dtype = MT_F32};
+    const mt_attention_desc s = whole_desc(&all_scores[0], mt_none());
+    mt_tensor k, out, lse, dq, dk, dv, q[4], whole[4];
+    mt_norm_layer norm;
+    mt_norm_saved saved;
+    test_rank r;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.cp = n->cp}, &where, &r));
+    MT_TRY(mt_norm_layer_create(r.ctx, r.params, "k_norm", &of_keys, &norm));
+    MT_TRY(mt_params_init(r.ctx, r.params, 1));
+    MT_TRY(mt_params_zero_grad(r.ctx, r.params));
+    for (int i = 0; i < 4; i++) { /* q, k, v, dout */
+        whole[i] = some(BATCH * LONG, (i % 3 ? GROUPS : HEADS) * DIM, 11 + (uint64_t)i);
+        MT_TRY(rows_of(&r, &a, whole[i], &q[i]));
+        free(whole[i].data);
+    }
+    mt_arena_request rooms[] = {{&k, MT_F32, q[1].rows, q[1].cols},  {&dk, MT_F32, q[1].rows, q[1].cols},
+                                {&dv, MT_F32, q[1].rows, q[1].cols}, {&out, MT_F32, q[0].rows, q[0].cols},
+                                {&dq, MT_F32, q[0].rows, q[0].cols}, {&lse, MT_F32, HEADS, q[0].rows}};
+    MT_TRY(mt_arena_tensors(r.ctx, rooms, 6));
+    MT_TRY(mt_norm_layer_forward(r.ctx, &norm, q[1], k, &saved));
+    MT_TRY(mt_context_parallel_attention_forward(r.ctx, r.grid.cp, &n->how, &s, q[0], k, q[2], out, lse));
+    MT_TRY(mt_context_parallel_attention_backward(r.ctx, r.grid.cp, &n->how, &s, q[0], k, q[2], out, lse, q[3], dq, dk,
+                                                  dv));
+    MT_TRY(mt_norm_layer_backward(r.ctx, &norm, dk, mt_none(), dk, &saved));
+    MT_TRY(mt_sync_gradients(r.ctx, r.params));
+    if (mt_comm_rank(world) == 0) memcpy(n->dweight, norm.weight->grad.data, GROUPS * DIM * sizeof(float));
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_norm_of_keys(void **state) {
+    float serial[GROUPS * DIM], split[GROUPS * DIM];
+    (void)state;
+    for (int way = 0; way < 6; way++) {
+        norm_run n = {.how = {.comm_type = (mt_cp_comm_type)(MT_CP_P2P + way / 2), .contiguous = way % 2}};
+        n.cp = 1, n.dweight = serial;
+        test_launch(1, norm_of_keys_rank, &n);
+        for (n.cp = 2, n.dweight = split; n.cp <= 4; n.cp += 2) {
+            test_launch(n.cp, norm_of_keys_rank, &n);
+            for (int i = 0; i < GROUPS * DIM; i++)
+                if (!(fabsf(split[i] - serial[i]) <= 5e-6f * (1 + fabsf(serial[i]))))
+                    fail_msg("way %d, %d ranks: %.9g, must be %.9g", way, n.cp, (double)split[i], (double)serial[i]);
+        }
+    }
+}
+
+/* Documents of any lengths: what one holds does not change a bit of the losses of the others. */
+enum { PACKED = 48, DOCUMENTS = 5 };
+static const int32_t packed[DOCUMENTS + 1] = {0, 5, 18, 29, 43, PACKED};
+
+typedef struct packed_run {
+    mt_context_parallel_desc how;
+    int cp;
+    float losses[2][PACKED]; /* of both texts */
+} packed_run;
+
+static mt_status packed_rank(mt_comm *world, void *user) {
+    packed_run *p = (packed_run *)user;
+    const mt_context_desc where = {.arena_bytes = 1 << 20};
+    mt_gpt_desc d = {.vocab = VOCAB, .layers = 2, .max_seq = PACKED, .layer = {.hidden = HIDDEN, .heads = 4}};
+    mt_batch batch = {.sequences = 1, .seq = PACKED, .cu_seqlens = packed, .documents = DOCUMENTS};
+    int32_t ids[PACKED], targets[PACKED];
+    const int64_t rows = PACKED / p->cp;
+    mt_tensor loss;
+    mt_gpt gpt;
+    test_rank r;
+    d.layer.scores.rotary_base = 100.0f;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.cp = p->cp}, &where, &r));
+    MT_TRY(mt_parallel_set_options(r.ctx, &(mt_parallel_options){.context = p->how}));
+    MT_TRY(mt_gpt_create(r.ctx, r.params, &d, &gpt));
+    MT_TRY(mt_params_init(r.ctx, r.params, 5));
+    MT_TRY(mt_arena_tensor(r.ctx, MT_F32, 1, rows, &loss));
+    for (int text = 0; text < 2; text++) {
+        for (int64_t i = 0; i < rows; i++) {
+            const int64_t at = mt_context_parallel_token(&p->how, r.grid.cp_rank, p->cp, 1, PACKED, i);
+            ids[i] = token(1, (int)at) ^ (text && at >= packed[1] && at < packed[2]); /* the second document differs */
+            targets[i] = token(1, (int)at + 1);
+        }
+        MT_TRY(mt_gpt_forward(r.ctx, &gpt, &batch, ids, targets, loss, NULL));
+        for (int64_t i = 0; i < rows; i++)
+            p->losses[text][mt_context_parallel_token(&p->how, r.grid.cp_rank, p->cp, 1, PACKED, i)] =
+                ((float *)loss.data)[i];
+    }
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_documents_are_alone(void **state) {
+    static const int splits[] = {1, 2, 4};
+    static packed_run one, p;
+    (void)state;
+    for (int way = 0; way < 6; way++)
+        for (int i = 0; i < 3; i++) {
+            memset(&p, 0, sizeof p);
+            p.how.comm_type = (mt_cp_comm_type)(MT_CP_P2P + way / 2);
+            p.how.contiguous = way % 2;
+            p.cp = splits[i];
+            test_launch(p.cp, packed_rank, &p);
+            if (i == 0) one = p;
+            for (int at = 0; at < PACKED; at++) {
+                const int inside = at >= packed[1] && at < packed[2];
+                assert_int_equal(p.losses[0][at] != p.losses[1][at], inside);
+                assert_true(fabsf(p.losses[0][at] - one.losses[0][at]) <= 1e-5f);
+            }
+        }
 }
 
 /* ---- what is refused --------------------------------------------------------------------------------------------- */
@@ -736,10 +857,16 @@ static void test_refusals(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_every_split_is_one_rank), cmocka_unit_test(test_attention_layers_on_every_split),
-        cmocka_unit_test(test_gpt_on_every_split),      cmocka_unit_test(test_attention_on_every_split),
-        cmocka_unit_test(test_bert_on_every_split),     cmocka_unit_test(test_cross_attention_on_every_split),
-        cmocka_unit_test(test_tokens_of_a_rank),        cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_every_split_is_one_rank),
+        cmocka_unit_test(test_attention_layers_on_every_split),
+        cmocka_unit_test(test_gpt_on_every_split),
+        cmocka_unit_test(test_attention_on_every_split),
+        cmocka_unit_test(test_bert_on_every_split),
+        cmocka_unit_test(test_cross_attention_on_every_split),
+        cmocka_unit_test(test_norm_of_keys),
+        cmocka_unit_test(test_documents_are_alone),
+        cmocka_unit_test(test_tokens_of_a_rank),
+        cmocka_unit_test(test_refusals),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
