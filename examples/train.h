@@ -636,6 +636,7 @@ struct job {
     needs stages[MAX_RANKS];
     int64_t parameters;           /* of the whole model */
     mt_machine *machine;          /* --machine, or NULL */
+    double step_seconds;          /* with a machine: of a step */
     mt_trace traces[MAX_RANKS];   /* with a machine: of a step of each stage */
     char *table;                  /* with --check: the table of a layer, from tabulate */
     char newest[MT_PATH_MAX];     /* the newest checkpoint in the directory of --init-from */
@@ -1601,11 +1602,13 @@ static mt_status check_time(trainer *t, double seconds) {
                   mt_machine_name(machine), seconds, peak);
 }
 
-static mt_status predict(trainer *t) {
+/* Predicts the time of a step and, if speaks is 1, prints it. */
+static mt_status predict(trainer *t, job *job, int speaks) {
     static mt_step_time times[MAX_RANKS];
-    const job *job = t->job;
     MT_TRY(mt_plan_step(t->ctx, job->machine, job->traces, (int)job->o.pp, times));
     MT_TRY(check_time(t, times->seconds));
+    job->step_seconds = times->seconds;
+    if (!speaks) return MT_SUCCESS;
     print_time(t, times);
     print_functions(t->ctx, job->machine, job->traces);
     return MT_SUCCESS;
@@ -1810,7 +1813,9 @@ static mt_status plan(job *job, int speaks) {
             print_model(&t);
             print_memory(job);
             print_ledgers(&t);
-            if (job->machine) status = predict(&t);
+        }
+        if (status == MT_SUCCESS && stage == 0 && job->machine) {
+            status = predict(&t, job, speaks);
             if (status != MT_SUCCESS) refuse_later(job, "%s", mt_last_error(t.ctx));
         }
         trainer_destroy(&t);
@@ -1846,12 +1851,33 @@ static mt_status rank_main(mt_comm *world, void *user) {
     return status;
 }
 
+/* Prints the times of a step with each --cp-comm-type. */
+static void compare_comm_types(const job *job) {
+    static struct job other;
+    double seconds[4] = {0}, least = INFINITY;
+    for (int type = 1; type < 4; type++) {
+        other = *job;
+        other.o.cp_comm_type = type;
+        other.o.check = 0;
+        if (plan(&other, 0) == MT_SUCCESS) seconds[type] = other.step_seconds;
+        if (seconds[type] > 0) least = fmin(least, seconds[type]);
+    }
+    printf("--cp-comm-type:");
+    for (int type = 1; type < 4; type++) {
+        printf("%s %s ", type > 1 ? "," : "", choices[CP_COMM_TYPE - DTYPE][type]);
+        if (seconds[type] > 0) printf("%.4g s%s", seconds[type], seconds[type] == least ? " (the fastest)" : "");
+        else printf("is not possible");
+    }
+    printf("\n");
+}
+
 /* Rank 0 plans alone, because a plan needs no communication. It has printed its errors, so every rank succeeds. */
 static mt_status dry_run(mt_comm *world, void *user) {
     job *j = (job *)user;
     if (mt_comm_rank(world) != 0) return MT_SUCCESS;
     MT_TRY(read_machine(j));
     j->planned = j->refusal[0] ? MT_ERR_ARGUMENT : plan(j, 1);
+    if (j->planned == MT_SUCCESS && j->machine && j->o.cp > 1) compare_comm_types(j);
     if (j->refusal[0]) fprintf(stderr, PROGRAM ": %s\n", j->refusal);
     mt_machine_destroy(j->machine);
     return MT_SUCCESS;

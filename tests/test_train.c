@@ -671,6 +671,19 @@ static void test_dry_run_on_a_machine(void **state) {
         assert_non_null(strstr(at, "\n  mt_gemm "));
         assert_non_null(strstr(at, "\n  all_reduce, 2 ranks, 0 to 1 "));
     }
+    print_to(words, sizeof words,
+             "--data LICENSE --layers 2 --hidden 32 --heads 4 --seq 32 --batch 2 --tp 1 --cp 2 --dry-run --machine %s",
+             in_scratch("machine"));
+    expect_success(words);
+    read_text("out", text, sizeof text);
+    assert_non_null(strstr(text, "\n--cp-comm-type: p2p "));
+    assert_non_null(strstr(text, " s (the fastest)"));
+    print_to(words, sizeof words,
+             "--data LICENSE --layers 2 --hidden 32 --heads 2 --seq 32 --batch 2 --tp 1 --cp 4 --dry-run --machine %s",
+             in_scratch("machine"));
+    expect_success(words);
+    read_text("out", text, sizeof text);
+    assert_non_null(strstr(text, ", a2a is not possible\n"));
     write_bytes("machine", "gemm f32 1 2 3\n", 15);
     expect_error(words, "machine, line 1: 'gemm' has 4 values, must have 5");
     print_to(words, sizeof words, "--data megatron.h --machine %s", in_scratch("machine"));
