@@ -1016,6 +1016,63 @@ static mt_status context_rank(mt_comm *world, void *user) {
     return MT_SUCCESS;
 }
 
+/* What rank 1 of 2 context ranks calls attention with. */
+typedef struct of_attention {
+    const char *words; /* NULL: it is right */
+    int documents, lengths;
+    int64_t window;
+    float scale;
+    mt_context_parallel_desc how;
+} of_attention;
+
+static const of_attention attentions[] = {
+    {NULL, 0, 0, 0, 0, {0}},
+    {"cu_seqlens of attention is replicated over \"context\" (2 ranks)|other values than rank 0", 1, 0, 0, 0, {0}},
+    {"lengths of attention is replicated over \"context\" (2 ranks)|other values than rank 0", 0, 1, 0, 0, {0}},
+    {"window of attention is replicated over \"context\" (2 ranks)|other values than rank 0", 0, 0, 3, 0, {0}},
+    {"scale of attention is replicated over \"context\" (2 ranks)|other values than rank 0", 0, 0, 0, 0.5f, {0}},
+    {"contiguous of attention is replicated over \"context\" (2 ranks)|other values than rank 0",
+     0,
+     0,
+     0,
+     0,
+     {.contiguous = 1}}};
+
+static mt_status differing_attention_rank(mt_comm *world, void *user) {
+    const of_attention *a = (const of_attention *)user;
+    const int odd = mt_comm_rank(world) == 1;
+    const int32_t documents[2][3] = {{0, 3, 8}, {0, 4, 8}}, lengths[2][1] = {{8}, {7}};
+    mt_attention_desc s = {.batch = 1, .seq = 8, .groups = 2, .heads_per_group = 1, .head_dim = 4};
+    mt_tensor q, k, v, out;
+    mt_arena_request rooms[] = {{&q, MT_F32, 4, 8}, {&k, MT_F32, 4, 8}, {&v, MT_F32, 4, 8}, {&out, MT_F32, 4, 8}};
+    mt_status status;
+    test_rank r;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.cp = 2}, &checks, &r));
+    MT_TRY(mt_arena_tensors(r.ctx, rooms, 4));
+    MT_TRY(mt_fill(r.ctx, q, 0.5f));
+    MT_TRY(mt_fill(r.ctx, k, 0.25f));
+    MT_TRY(mt_fill(r.ctx, v, 2.0f));
+    MT_TRY(mt_declare(r.ctx, r.grid.cp, q, MT_SPLIT_ROWS));
+    MT_TRY(mt_declare(r.ctx, r.grid.cp, k, MT_SPLIT_ROWS));
+    MT_TRY(mt_declare(r.ctx, r.grid.cp, v, MT_SPLIT_ROWS));
+    s.cu_seqlens = documents[a->documents && odd], s.documents = 2;
+    s.lengths = lengths[a->lengths && odd];
+    s.scores.window = odd ? a->window : 0;
+    s.scores.scale = odd ? a->scale : 0;
+    MT_TRY(mt_context_parallel_attention_forward(r.ctx, r.grid.cp, odd ? &a->how : NULL, &s, q, k, v, out, mt_none()));
+    status = mt_check_replicas(r.ctx, r.grid.cp, "my_step");
+    CHECK(status == (a->words ? MT_ERR_MISMATCH : MT_SUCCESS));
+    if (a->words) CHECK(test_has_words(mt_last_error(r.ctx), a->words));
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_attention_of_context_ranks(void **state) {
+    (void)state;
+    for (size_t i = 0; i < sizeof attentions / sizeof *attentions; i++)
+        test_launch(2, differing_attention_rank, (void *)&attentions[i]);
+}
+
 static void test_context_ranks(void **state) {
     (void)state;
     for (int fault = CONTEXT_RIGHT; fault < CONTEXT_COUNT; fault++) {
@@ -1337,6 +1394,7 @@ int main(void) {
         cmocka_unit_test(test_positions_of_ranks),
         cmocka_unit_test(test_ids_up_to_the_largest),
         cmocka_unit_test(test_context_ranks),
+        cmocka_unit_test(test_attention_of_context_ranks),
         cmocka_unit_test(test_only_what_is_meant),
         cmocka_unit_test(test_values_that_are_meant),
         cmocka_unit_test(test_what_is_meant_is_not_watched),

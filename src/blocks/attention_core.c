@@ -527,6 +527,7 @@ static mt_status mti_context_shards(mt_context *ctx, const mt_self_attention *a,
 
 static mt_status mti_context_core(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
                                   const mt_self_attention_saved *saved, mt_tensor dout, mt_tensor dqkv) {
+    MT_TRY(mt_context_parallel_agree(ctx, a->cp, &a->context, desc));
     MT_TRY(mti_context_rule(ctx, saved, dout, dqkv));
     mt_check_pause(ctx);
     return mt_check_resume(ctx, mti_context_shards(ctx, a, desc, saved, dout, dqkv));

@@ -399,7 +399,36 @@ static mt_status mti_ring_open(mt_context *ctx, const char *function, mt_comm *c
     r->halves = mti_ring_halves(context, r->size);
     r->whole_keys = context && context->whole_keys;
     r->key_halves = r->whole_keys ? 1 : r->halves;
+    MT_TRY(mt_context_parallel_agree(ctx, cp, context, desc));
     return mti_ring_sizes(r, function);
+}
+
+static mt_status mti_ring_numbers(mt_context *ctx, const mt_comm *cp, const mt_context_parallel_desc *context,
+                                  const mt_attention_desc *s) {
+    MT_TRY(mt_check_number(ctx, cp, "desc.batch of attention", (float)s->batch));
+    MT_TRY(mt_check_number(ctx, cp, "desc.seq of attention", (float)s->seq));
+    MT_TRY(mt_check_number(ctx, cp, "desc.kv_seq of attention", (float)s->kv_seq));
+    MT_TRY(mt_check_number(ctx, cp, "mask of attention", (float)s->scores.mask));
+    MT_TRY(mt_check_number(ctx, cp, "window of attention", (float)s->scores.window));
+    MT_TRY(mt_check_number(ctx, cp, "softcap of attention", s->scores.softcap));
+    MT_TRY(mt_check_number(ctx, cp, "scale of attention", s->scores.scale));
+    MT_TRY(mt_check_number(ctx, cp, "dropout of attention", s->dropout.p));
+    MT_TRY(mt_check_number(ctx, cp, "comm_type of attention", (float)(context ? context->comm_type : 0)));
+    return mt_check_number(ctx, cp, "contiguous of attention", (float)(context ? context->contiguous : 0));
+}
+
+MT_API mt_status mt_context_parallel_agree(mt_context *ctx, const mt_comm *cp, const mt_context_parallel_desc *context,
+                                           const mt_attention_desc *desc) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!desc) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_context_parallel_agree: desc is NULL");
+    if (mt_check_mode(ctx) != 2) return MT_SUCCESS;
+    MT_TRY(mti_ring_numbers(ctx, cp, context, desc));
+    if (desc->lengths)
+        MT_TRY(mt_check_replica(ctx, cp, "lengths of attention", NULL,
+                                mt_tensor_make(desc->lengths, MT_I32, 1, desc->batch)));
+    if (!desc->cu_seqlens) return MT_SUCCESS;
+    return mt_check_replica(ctx, cp, "cu_seqlens of attention", NULL,
+                            mt_tensor_make(desc->cu_seqlens, MT_I32, 1, desc->documents + 1));
 }
 
 /* The rules for the tensors of a rank: heads over the tensor ranks, rows over the context and data ranks. [backward]

@@ -4,6 +4,12 @@
 #include "grid.h"
 #include "../ops/attention.h"
 
+/* With mt_context_desc.check 2, notes what the ranks of cp must have alike in a call of attention, for the next
+   comparison (see mt_check_replica): the numbers of the two descs, lengths and cu_seqlens. The functions below call it.
+   A block that calls them in a pause of check mode calls it before. */
+MT_API mt_status mt_context_parallel_agree(mt_context *ctx, const mt_comm *cp, const mt_context_parallel_desc *context,
+                                           const mt_attention_desc *desc);
+
 /* As mt_dot_product_attention_forward and _backward, for sequences of which the ranks of cp have parts. desc is that of
    the whole sequences: its seq and kv_seq are whole, as are lengths, cu_seqlens, the bias and the element numbers of
    dropout, and desc->part must be zero. With t = batch * seq / n tokens on each of n ranks:
