@@ -7115,6 +7115,24 @@ static mt_status mti_ring_check(const mti_ring *r, const char *function, mt_tens
     return mt_rule_check(r->ctx, function, &mti_ring_rules[2 * r->whole_keys + backward], operands, count);
 }
 
+/* Refuses a group whose ranks do not have parts of the sequences, as far as check mode knows. */
+static mt_status mti_ring_group(const mti_ring *r, const char *function, mt_tensor q) {
+    const mt_placement is = mt_placement_of(r->ctx, r->cp, q);
+    const char *group = mt_comm_name(r->cp);
+    if (r->size == 1 || is == MT_UNDECLARED) return MT_SUCCESS;
+    if (is != MT_SPLIT_ROWS)
+        return mt_fail(r->ctx, MT_ERR_ARGUMENT,
+                       "%s: q is %s over \"%s\", and cp must be the group whose ranks have other tokens", function,
+                       mt_placement_name(is), group);
+    if (strcmp(group, "data") == 0)
+        return mt_fail(
+            r->ctx, MT_ERR_ARGUMENT,
+            "%s: the ranks of \"data\" have other sequences, and cp must be the group whose ranks have parts of "
+            "the same",
+            function);
+    return MT_SUCCESS;
+}
+
 static mt_status mti_ring_travel(mti_ring *r, mt_tensor k, mt_tensor v, mt_tensor dk, mt_tensor dv) {
     if (r->whole_keys) return mti_ring_local(r, k, v, dk, dv);
     return r->type == MT_CP_ALL_GATHER ? mti_ring_gathered(r, k, v, dk, dv) : mti_ring_steps(r, k, v, dk, dv);
@@ -7172,6 +7190,7 @@ MT_API mt_status mt_context_parallel_attention_forward(mt_context *ctx, mt_comm 
     mt_status status;
     size_t mark;
     MT_TRY(mti_ring_open(ctx, function, cp, context, desc, &r));
+    MT_TRY(mti_ring_group(&r, function, q));
     MT_TRY(mti_ring_check(&r, function, views, 0));
     mark = mt_arena_mark(ctx);
     r.q = q;
@@ -7192,6 +7211,7 @@ MT_API mt_status mt_context_parallel_attention_backward(mt_context *ctx, mt_comm
     mt_status status;
     size_t mark;
     MT_TRY(mti_ring_open(ctx, function, cp, context, desc, &r));
+    MT_TRY(mti_ring_group(&r, function, q));
     MT_TRY(mti_ring_check(&r, function, views, 1));
     mark = mt_arena_mark(ctx);
     r.q = q, r.out = out, r.lse = lse, r.dout = dout;
