@@ -14672,7 +14672,7 @@ typedef struct mti_replica_list {
    S  no two ranks may have the same
    d  of ranks with other tokens: two ranks may have the same, but not in all entries of the same name, in
       MTI_DATA_ALIKE comparisons from the first one on
-   c  ids of context ranks: if they count up, no two ranks may have the same
+   c  ids of context ranks: if they count up, also with jumps, no two ranks may have the same
    i  ids of rows: not all ranks may have the same, unless they have whole sequences
    p  the same ids: if they count up on each rank, the ranks together must have each position as often as any other
    g  a range of the columns of what all ranks have: all columns must be read by some rank */
@@ -14843,24 +14843,38 @@ static int mti_varies(mt_tensor t) {
     return rows && cols && t.rows * t.cols > 1;
 }
 
-/* Whether ids tell ranks apart: there are more than two different ones, which may be the same in each sequence. tokens:
-   1 also wants that they are not positions, which count up from the first one. */
-static int mti_ids_differ(mt_tensor t, int tokens) {
-    int32_t low = 0, high = 0, first = 0, id;
-    int64_t i, last = 0, others = 0, steps = !tokens, n = t.rows * t.cols;
+/* Where ids do not count up: the number of rows that have neither the id after that of the row before, nor that of the
+   first row, with which a sequence may begin. */
+static int64_t mti_ids_jumps(mt_tensor t) {
+    int32_t first = 0, id;
+    int64_t i, last = 0, jumps = 0, n = t.rows * t.cols; /* ids may be as large as INT32_MAX */
     for (i = 0; i < n; i++) {
         memcpy(&id, mti_element_at(t, i / t.cols, i % t.cols), sizeof id);
-        if (i == 0) low = high = first = id;
+        if (i == 0) first = id;
+        jumps += i > 0 && id != last + 1 && id != first;
+        last = id;
+    }
+    return jumps;
+}
+
+/* Whether ids are like positions: most of them count up. Those of a context rank jump to its second chunk. */
+static int mti_ids_count_up(mt_tensor t) { return 2 * mti_ids_jumps(t) < t.rows * t.cols; }
+
+/* Whether ids tell ranks apart: there are more than two different ones, which may be the same in each sequence. */
+static int mti_ids_differ(mt_tensor t) {
+    int32_t low = 0, high = 0, id;
+    int64_t i, others = 0, n = t.rows * t.cols;
+    for (i = 0; i < n; i++) {
+        memcpy(&id, mti_element_at(t, i / t.cols, i % t.cols), sizeof id);
+        if (i == 0) low = high = id;
         low = id < low ? id : low;
         high = id > high ? id : high;
-        steps += i > 0 && id != last + 1 && id != first;
-        last = id;
     }
     for (i = 0; i < n; i++) {
         memcpy(&id, mti_element_at(t, i / t.cols, i % t.cols), sizeof id);
         others += id != low && id != high;
     }
-    return others > 0 && steps > 0;
+    return others > 0;
 }
 
 /* Positions that count up, and begin at 0 again at the end of each sequence. */
@@ -14869,9 +14883,9 @@ typedef struct mti_counting {
 } mti_counting;
 
 #define MTI_COUNTING_BITS 21 /* of each number in a mark */
-#define MTI_NOT_COUNTING UINT64_MAX
+#define MTI_NO_MARK UINT64_MAX
 
-/* Returns the mark of kind p: that of ids that count up, or MTI_NOT_COUNTING. */
+/* Returns the mark of kind p: that of ids that count up, or MTI_NO_MARK. */
 static uint64_t mti_counting_mark(mt_tensor ids) {
     const int64_t most = 1 << MTI_COUNTING_BITS, rows = ids.rows * ids.cols;
     mti_counting c = {0, 0, rows};
@@ -14881,10 +14895,10 @@ static uint64_t mti_counting_mark(mt_tensor ids) {
         memcpy(&id, mti_element_at(ids, i / ids.cols, i % ids.cols), sizeof id);
         if (i == 0) c.first = id;
         else if (id == 0 && (c.wrap == 0 || c.wrap == last + 1)) c.wrap = last + 1;
-        else if (id != last + 1) return MTI_NOT_COUNTING;
+        else if (id != last + 1) return MTI_NO_MARK;
         last = id;
     }
-    if (c.first < 0 || c.first >= most || c.wrap < 0 || c.wrap >= most || rows >= most) return MTI_NOT_COUNTING;
+    if (c.first < 0 || c.first >= most || c.wrap < 0 || c.wrap >= most || rows >= most) return MTI_NO_MARK;
     return (uint64_t)c.first | (uint64_t)c.wrap << MTI_COUNTING_BITS | (uint64_t)rows << 2 * MTI_COUNTING_BITS;
 }
 
@@ -14900,7 +14914,7 @@ static mti_counting mti_counting_of(uint64_t mark) {
 /* Whether ids of `rows` rows are positions in sequences of `seq` tokens. */
 static int mti_is_counting(uint64_t mark, int64_t rows, int64_t seq) {
     mti_counting c = mti_counting_of(mark);
-    if (mark == MTI_NOT_COUNTING || c.rows != rows) return 0;
+    if (mark == MTI_NO_MARK || c.rows != rows) return 0;
     return c.wrap ? c.wrap == seq && c.first < seq : c.first + c.rows <= seq;
 }
 
@@ -14940,11 +14954,32 @@ static int mti_share_mark(mt_context *ctx, mt_tensor t, uint64_t *mark) {
     return mt_hash_add(ctx, t, 0, 0, t.cols, mark) == MT_SUCCESS;
 }
 
+/* Notes ids that the ranks of g have for tokens of their own. Those that tell nothing are noted, too, so that the lists
+   of all ranks have the same entries. */
+static mt_status mti_token_ids_add(mt_context *ctx, int g, mt_tensor ids, mti_share *e) {
+    const uint64_t content = e->mark;
+    const int counts_up = mti_ids_count_up(ids), varies = mti_varies(ids);
+    if (counts_up || !mti_ids_differ(ids)) e->mark = MTI_NO_MARK;
+    MT_TRY(mti_share_add(ctx, g, e));
+    if (mti_is_data(&ctx->checker->axes[g])) return MT_SUCCESS;
+    e->kind = 'c';
+    e->mark = !varies ? MTI_NO_MARK : counts_up && mti_ids_jumps(ids) ? content : mti_counting_mark(ids);
+    return mti_share_add(ctx, g, e);
+}
+
+/* Notes ids of which the ranks of g have rows. */
+static mt_status mti_row_ids_add(mt_context *ctx, int g, mt_tensor ids, mti_share *e) {
+    if (!mti_ids_differ(ids)) return MT_SUCCESS;
+    MT_TRY(mti_share_add(ctx, g, e));
+    e->kind = 'p';
+    e->mark = mti_counting_mark(ids);
+    return mti_share_add(ctx, g, e);
+}
+
 /* Notes an operand that a call reads and that group g splits: what the program has declared, and integers. */
 static mt_status mti_share_read(mt_context *ctx, int g, const char *where, const char *with, const mt_operand *o,
                                 const mti_known *known) {
     const int is_ids = o->t.dtype == MT_I32, tokens = mti_has_tokens(&ctx->checker->axes[g]);
-    const int positions = is_ids && !mti_is_data(&ctx->checker->axes[g]) && ctx->device == MT_DEVICE_CPU;
     mti_share e;
     if (known->may[g] != 1 << MT_SPLIT_ROWS && known->may[g] != 1 << MT_SPLIT_COLS) return MT_SUCCESS;
     if (ctx->checker->axes[g].only_group) return MT_SUCCESS;
@@ -14956,12 +14991,9 @@ static mt_status mti_share_read(mt_context *ctx, int g, const char *where, const
     e.kind = tokens ? 'd' : is_ids ? 'i' : 's';
     e.rows = o->t.rows * o->t.cols;
     snprintf(e.what, sizeof e.what, "%s", o->name);
-    if (!mti_share_mark(ctx, o->t, &e.mark)) return MT_SUCCESS;
-    if (!is_ids || ctx->device != MT_DEVICE_CPU || mti_ids_differ(o->t, tokens)) MT_TRY(mti_share_add(ctx, g, &e));
-    if (!positions || !(tokens || mti_ids_differ(o->t, 0))) return MT_SUCCESS;
-    e.kind = tokens ? 'c' : 'p';
-    e.mark = mti_counting_mark(o->t);
-    return mti_share_add(ctx, g, &e);
+    if (!mti_share_mark(ctx, o->t, &e.mark) && !(is_ids && tokens && !mti_varies(o->t))) return MT_SUCCESS;
+    if (!is_ids || ctx->device != MT_DEVICE_CPU) return mti_share_add(ctx, g, &e);
+    return tokens ? mti_token_ids_add(ctx, g, o->t, &e) : mti_row_ids_add(ctx, g, o->t, &e);
 }
 
 /* The newest piece that has all of a view and is replicated over group g, or NULL. */
@@ -15071,12 +15103,15 @@ static int mti_range_misses(const mti_share_list *l, size_t i, const uint64_t *a
 
 /* Whether ranks a and b have alike what they must not, where entry i is. Of data, in all entries of the name. */
 static int mti_pair_alike(const mti_share_list *l, size_t i, const uint64_t *all, int a, int b) {
+    const uint64_t *of_a = all + (size_t)a * l->count, *of_b = all + (size_t)b * l->count;
+    const int is_data = l->list[i].kind == 'd';
     size_t k;
-    if (l->list[i].kind == 'c' && all[(size_t)a * l->count + i] == MTI_NOT_COUNTING) return 0;
+    if ((is_data || l->list[i].kind == 'c') && (of_a[i] == MTI_NO_MARK || of_b[i] == MTI_NO_MARK)) return 0;
     for (k = 0; k < l->count; k++) {
-        if (k != i && (l->list[i].kind != 'd' || l->list[k].kind != 'd')) continue;
+        if (k != i && (!is_data || l->list[k].kind != 'd')) continue;
         if (strcmp(l->list[k].what, l->list[i].what) != 0) continue;
-        if (all[(size_t)a * l->count + k] != all[(size_t)b * l->count + k]) return 0;
+        if (is_data && (of_a[k] == MTI_NO_MARK || of_b[k] == MTI_NO_MARK)) continue; /* it tells nothing */
+        if (of_a[k] != of_b[k]) return 0;
     }
     return 1;
 }
