@@ -28,7 +28,8 @@ CC=${CC:-cc}
 verbose=0 least=100 percent=98
 [ "${1:-}" = -v ] && verbose=1 && shift
 [ $# -eq 0 ] || least=1 percent=90
-[ $# -gt 0 ] || set -- gptj llama_sp pipeline bert_block encoder_decoder mlp custom_block train library cross values
+[ $# -gt 0 ] ||
+    set -- gptj llama_sp pipeline context bert_block encoder_decoder mlp custom_block train library cross values
 
 sources() {
     case $1 in
@@ -46,7 +47,7 @@ sources() {
 
 lists() {
     case $1 in
-    gptj | llama_sp) echo "tests/mutants/$1.txt tests/mutants/values_$1.txt" ;;
+    gptj | llama_sp | context) echo "tests/mutants/$1.txt tests/mutants/values_$1.txt" ;;
     *) echo "tests/mutants/$1.txt" ;;
     esac
 }

@@ -6,7 +6,7 @@
 # Writes a copy of each source to FOLDER, in which a number selects a mutant, and FOLDER/mutants_list.h with their
 # table. These mutants are made everywhere in the sources, or in the parts of a header that come from SECTION.c in src/:
 #   each function f, g, gather, scatter, and each collective: left out, called twice, replaced by its conjugate, and
-#   called with the data group instead of the tensor group
+#   called with the data group instead of the tensor group, or with the tensor group instead of that of context ranks
 #   mt_sync_gradients, mt_accumulate_gradients, mt_params_zero_grad, its lazy form: left out, called twice
 #   sequence_partial, shared_embedding, skip_bias_add: the opposite, where they are set and where they are read
 #   sequence_parallel: the opposite, where it is set
@@ -110,8 +110,11 @@ sub call_mutants {
         mutant($source, $begin, $end, "$conjugate{$name}$arguments", "$conjugate{$name} instead of $name",
             "$wants|$conjugate{$name}") if $conjugate{$name};
         next unless $name =~ /region/ && $name !~ /copy_to.*forward|reduce_from.*backward/;
-        next unless $call =~ s/\bgrid->tp\b/grid->dp/;
-        mutant($source, $begin, $end, $call, "$name over the data group", "$wants|data");
+        if ($call =~ s/\bgrid->cp\b/grid->tp/) {
+            mutant($source, $begin, $end, $call, "$name over the tensor group", "$wants|tensor|context");
+        } elsif ($call =~ s/\bgrid->tp\b/grid->dp/) {
+            mutant($source, $begin, $end, $call, "$name over the data group", "$wants|data");
+        }
     }
 }
 
