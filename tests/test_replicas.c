@@ -957,27 +957,32 @@ typedef enum of_context {
     CONTEXT_RIGHT,
     CONTEXT_IDS,       /* each rank has the tokens of the whole sequence's beginning */
     CONTEXT_POSITIONS, /* from 0 on, on each rank */
+    CONTEXT_JUMPS,     /* those of rank 0 in zigzag, on each rank */
     CONTEXT_WEIGHT,
     CONTEXT_RATE,
     CONTEXT_COUNT
 } of_context;
 
 static const char *const context_words[] = {
-    NULL, "ids of mt_embedding_forward|split over \"context\"|same as rank 0|call mt_declare_meant for it before",
+    NULL,
+    "ids of mt_embedding_forward|split over \"context\"|same as rank 0|call mt_declare_meant for it before",
+    "ids of mt_embedding_forward \"places\"|split over \"context\"|same as rank 0",
     "ids of mt_embedding_forward \"places\"|split over \"context\"|same as rank 0",
     "the value of 'table' is replicated over \"context\" (2 ranks)|other values than rank 0",
     "mt_optimizer_step: lr is replicated over \"context\" (2 ranks)|other values than rank 0"};
 
-static mt_status context_step(test_rank *r, of_context fault, mt_param *const p[2], mt_optimizer *adam, int step) {
+static mt_status context_step(test_rank *r, of_context fault, mt_param *const p[3], mt_optimizer *adam, int step) {
     const mt_grid *g = &r->grid;
     const int odd = g->cp_rank == 1;
-    int32_t ids[6], places[6];
+    int32_t ids[6], places[6], types[6] = {0, 0, 1, 1, 0, 1}; /* types: ranks may have the same */
     mt_tensor x, of_ids = mt_tensor_make(ids, MT_I32, 6, 1), of_places = mt_tensor_make(places, MT_I32, 6, 1);
+    mt_tensor of_types = mt_tensor_make(types, MT_I32, 6, 1);
     MT_TRY(mt_arena_tensor(r->ctx, MT_F32, 6, 8, &x));
     for (int i = 0; i < 6; i++) {
         int at = (fault == CONTEXT_IDS ? 0 : 6 * g->cp_rank) + i;
         ids[i] = (at * at + 3 * g->dp_rank + step) % 20;
         places[i] = (fault == CONTEXT_POSITIONS ? 0 : 6 * g->cp_rank) + i;
+        if (fault == CONTEXT_JUMPS) places[i] = i < 3 ? i : 6 + i;
     }
     MT_TRY(mt_declare(r->ctx, g->dp_cp, of_ids, MT_SPLIT_ROWS));
     MT_TRY(mt_declare(r->ctx, g->cp, of_places, MT_SPLIT_ROWS)); /* the sequences of data ranks begin at 0, too */
@@ -985,11 +990,14 @@ static mt_status context_step(test_rank *r, of_context fault, mt_param *const p[
     if (fault == CONTEXT_WEIGHT && odd && step == 1) ((float *)p[0]->value.data)[5] += 0.5f;
     MT_TRY(mt_embedding_forward(r->ctx, p[0]->value, 0, ids, 0, x));
     MT_TRY(mt_embedding_forward(r->ctx, p[1]->value, 0, places, 1, x));
+    MT_TRY(mt_declare(r->ctx, g->dp_cp, of_types, MT_SPLIT_ROWS));
+    MT_TRY(mt_embedding_forward(r->ctx, p[2]->value, 0, types, 1, x));
     MT_TRY(mt_embedding_backward(r->ctx, x, 0, ids, p[0]->grad));
     MT_TRY(mt_embedding_backward(r->ctx, x, 0, places, p[1]->grad));
     MT_TRY(mt_sync_gradients(r->ctx, r->params));
     MT_TRY(mt_optimizer_step(r->ctx, adam, fault == CONTEXT_RATE && odd ? 0.02f : 0.01f, 0.01f));
     MT_TRY(mt_declare(r->ctx, NULL, of_ids, MT_UNDECLARED));
+    MT_TRY(mt_declare(r->ctx, NULL, of_types, MT_UNDECLARED));
     return mt_declare(r->ctx, NULL, of_places, MT_UNDECLARED);
 }
 
@@ -997,13 +1005,15 @@ static mt_status context_rank(mt_comm *world, void *user) {
     const of_context fault = *(const of_context *)user;
     const mt_param_desc table = {.name = "table", .rows = 20, .cols = 8, .init_std = 1};
     const mt_param_desc places = {.name = "places", .rows = 12, .cols = 8, .init_std = 1};
+    const mt_param_desc types = {.name = "types", .rows = 2, .cols = 8, .init_std = 1};
     mt_optimizer adam;
-    mt_param *p[2];
+    mt_param *p[3];
     mt_status status;
     test_rank r;
     MT_TRY(test_rank_open(world, (mt_grid_desc){.cp = 2, .dp = 2}, &checks, &r));
     MT_TRY(mt_params_add(r.ctx, r.params, &table, &p[0]));
     MT_TRY(mt_params_add(r.ctx, r.params, &places, &p[1]));
+    MT_TRY(mt_params_add(r.ctx, r.params, &types, &p[2]));
     MT_TRY(mt_params_init(r.ctx, r.params, 1234));
     MT_TRY(mt_optimizer_create(r.ctx, r.params, NULL, &adam));
     status = MT_SUCCESS;

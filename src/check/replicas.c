@@ -326,12 +326,12 @@ static int mti_share_mark(mt_context *ctx, mt_tensor t, uint64_t *mark) {
    of all ranks have the same entries. */
 static mt_status mti_token_ids_add(mt_context *ctx, int g, mt_tensor ids, mti_share *e) {
     const uint64_t content = e->mark;
-    const int counts_up = mti_ids_count_up(ids), varies = mti_varies(ids);
-    if (counts_up || !mti_ids_differ(ids)) e->mark = MTI_NO_MARK;
+    const int counts_up = mti_ids_count_up(ids), differ = mti_ids_differ(ids);
+    if (counts_up || !differ) e->mark = MTI_NO_MARK;
     MT_TRY(mti_share_add(ctx, g, e));
     if (mti_is_data(&ctx->checker->axes[g])) return MT_SUCCESS;
     e->kind = 'c';
-    e->mark = !varies ? MTI_NO_MARK : counts_up && mti_ids_jumps(ids) ? content : mti_counting_mark(ids);
+    e->mark = !differ ? MTI_NO_MARK : counts_up && mti_ids_jumps(ids) ? content : mti_counting_mark(ids);
     return mti_share_add(ctx, g, e);
 }
 
