@@ -1241,6 +1241,11 @@ typedef struct mt_place {
 MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *field, const char *name, mt_tensor t,
                                 const mt_place *place);
 
+/* scattered 1: in the next calls, the rows that ranks have of their own are not in the order of the ranks, such as
+   those of tensor ranks that divide the tokens of a context rank. mt_place_check then does not compare first_row with
+   the number of the rank. 0: they are. Rows that are split over "context", too, are never compared. */
+MT_API void mt_check_scattered(mt_context *ctx, int scattered);
+
 /* Checks that a tensor whose columns a call takes as `parts` equal parts, such as gate and up, has these parts on each
    rank. If a group splits the columns of t, operand `name` of the call, and t is a parameter of a registry or was
    computed with one, the `parts` of the parameter must be a multiple.
@@ -12070,6 +12075,7 @@ typedef struct mti_checker {
     mt_check_listener listener;
     void *user;                    /* of the listener */
     struct mti_replicas *replicas; /* what mt_check_replicas compares; NULL: check is 1 */
+    int scattered;                 /* see mt_check_scattered */
     double mean_rows, mean_scale;  /* see mt_check_mean; mean_rows 0: none, below 0: with several scales */
     int64_t unknown;               /* see mt_check_unknown */
     char unknown_text[240];
@@ -14076,6 +14082,21 @@ static mt_status mti_place_split(mt_context *ctx, const char *where, const char 
     return mti_place_refuse(ctx, where, field, "global_cols", place->global_cols, k, is, must);
 }
 
+MT_API void mt_check_scattered(mt_context *ctx, int scattered) {
+    if (ctx && ctx->checker) ctx->checker->scattered = scattered;
+}
+
+/* Whether the rows of t are those of tokens that are in parts over "context", so that other groups that divide them do
+   not have them in their order. */
+static int mti_is_scattered_rows(const mti_checker *c, const mti_known *k, int group) {
+    int g;
+    if (c->scattered) return 1;
+    for (g = 0; g < c->count; g++)
+        if (g != group && mti_has_tokens(&c->axes[g]) && !mti_is_data(&c->axes[g]) && k->may[g] == 1 << MT_SPLIT_ROWS)
+            return 1;
+    return 0;
+}
+
 MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *field, const char *name, mt_tensor t,
                                 const mt_place *place) {
     mti_known k;
@@ -14094,7 +14115,8 @@ MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *
         if (by_rows && place->sequences && mti_has_tokens(&ctx->checker->axes[g]) &&
             !mti_is_data(&ctx->checker->axes[g]))
             continue;
-        if (by_rows || by_cols) MT_TRY(mti_place_split(ctx, where, field, name, &k, g, place));
+        if (by_cols || (by_rows && !mti_is_scattered_rows(ctx->checker, &k, g)))
+            MT_TRY(mti_place_split(ctx, where, field, name, &k, g, place));
         if (!by_rows && (k.may[g] & MTI_SPLIT_PLACEMENTS)) whole = 0;
         if (!(k.may[g] & MTI_SPLIT_PLACEMENTS)) alike = 1;
     }

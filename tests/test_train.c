@@ -143,9 +143,13 @@ static void test_gpt2_any_split(void **state) {
         "--tp 1 --cp 2 --dp 2 --use-distributed-optimizer --bucket-mb 0.02",
         "--tp 1 --cp 2 --dp 2 --pp 2 --micro-batch 1 --check 2",
         "--tp 2 --pp 2 --dp 2 --micro-batch 1 --check"};
+    /* tensor ranks do not have the tokens in their order */
+    static const char *const scattered[] = {"--tp 8 --cp 2 --sequence-parallel --check"};
     (void)state;
     compare_splits("--layers 2 --hidden 32 --heads 8 --seq 16 --batch 8 --dropout 0.1 --warmup 10 --lr 5e-3", splits,
                    COUNT(splits));
+    compare_splits("--layers 1 --hidden 32 --heads 8 --seq 32 --batch 8 --dropout 0.1 --warmup 10 --lr 5e-3", scattered,
+                   COUNT(scattered));
 }
 
 static void test_llama_any_split(void **state) {

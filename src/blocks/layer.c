@@ -135,26 +135,32 @@ static int64_t mti_dropout_run(const mti_row_dropout *d, int64_t row, int64_t en
 /* y = residual + dropout(y + bias). bias and residual may be mt_none(). */
 static mt_status mti_rows_drop(mt_context *ctx, const mti_row_dropout *d, mt_tensor y, mt_tensor bias,
                                mt_tensor residual) {
+    mt_status status = MT_SUCCESS;
     mt_dropout at;
     int64_t row, count;
-    for (row = 0; row < y.rows; row += count) {
+    mt_check_scattered(ctx, d->rows.halves.chunk < d->rows.seq);
+    for (row = 0; row < y.rows && status == MT_SUCCESS; row += count) {
         const mt_tensor x = mt_tensor_rows(y, row, count = mti_dropout_run(d, row, y.rows, &at));
-        MT_TRY(mt_bias_dropout_add_forward(ctx, x, bias, mti_some_rows(residual, row, count), at, x));
+        status = mt_bias_dropout_add_forward(ctx, x, bias, mti_some_rows(residual, row, count), at, x);
     }
-    return MT_SUCCESS;
+    mt_check_scattered(ctx, 0);
+    return status;
 }
 
 /* dx = the gradient of dropout(x + bias), and dbias, which may be mt_none(), += its sum over the rows [first, end). */
 static mt_status mti_rows_drop_backward(mt_context *ctx, const mti_row_dropout *d, mt_tensor dy, int64_t first,
                                         int64_t end, mt_tensor dx, mt_tensor dbias) {
+    mt_status status = MT_SUCCESS;
     mt_dropout at;
     int64_t count;
-    for (; first < end; first += count) {
+    mt_check_scattered(ctx, d->rows.halves.chunk < d->rows.seq);
+    for (; first < end && status == MT_SUCCESS; first += count) {
         count = mti_dropout_run(d, first, end, &at);
-        MT_TRY(mt_bias_dropout_add_backward(ctx, mt_tensor_rows(dy, first, count), at, mt_tensor_rows(dx, first, count),
-                                            dbias));
+        status = mt_bias_dropout_add_backward(ctx, mt_tensor_rows(dy, first, count), at,
+                                              mt_tensor_rows(dx, first, count), dbias);
     }
-    return MT_SUCCESS;
+    mt_check_scattered(ctx, 0);
+    return status;
 }
 
 /* A sublayer of a transformer layer: a norm, a block, and bias, dropout and residual. Its forward and its backward have

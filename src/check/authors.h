@@ -83,6 +83,11 @@ typedef struct mt_place {
 MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *field, const char *name, mt_tensor t,
                                 const mt_place *place);
 
+/* scattered 1: in the next calls, the rows that ranks have of their own are not in the order of the ranks, such as
+   those of tensor ranks that divide the tokens of a context rank. mt_place_check then does not compare first_row with
+   the number of the rank. 0: they are. Rows that are split over "context", too, are never compared. */
+MT_API void mt_check_scattered(mt_context *ctx, int scattered);
+
 /* Checks that a tensor whose columns a call takes as `parts` equal parts, such as gate and up, has these parts on each
    rank. If a group splits the columns of t, operand `name` of the call, and t is a parameter of a registry or was
    computed with one, the `parts` of the parameter must be a multiple.

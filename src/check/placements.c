@@ -116,6 +116,7 @@ typedef struct mti_checker {
     mt_check_listener listener;
     void *user;                    /* of the listener */
     struct mti_replicas *replicas; /* what mt_check_replicas compares; NULL: check is 1 */
+    int scattered;                 /* see mt_check_scattered */
     double mean_rows, mean_scale;  /* see mt_check_mean; mean_rows 0: none, below 0: with several scales */
     int64_t unknown;               /* see mt_check_unknown */
     char unknown_text[240];

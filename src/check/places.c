@@ -40,6 +40,21 @@ static mt_status mti_place_split(mt_context *ctx, const char *where, const char 
     return mti_place_refuse(ctx, where, field, "global_cols", place->global_cols, k, is, must);
 }
 
+MT_API void mt_check_scattered(mt_context *ctx, int scattered) {
+    if (ctx && ctx->checker) ctx->checker->scattered = scattered;
+}
+
+/* Whether the rows of t are those of tokens that are in parts over "context", so that other groups that divide them do
+   not have them in their order. */
+static int mti_is_scattered_rows(const mti_checker *c, const mti_known *k, int group) {
+    int g;
+    if (c->scattered) return 1;
+    for (g = 0; g < c->count; g++)
+        if (g != group && mti_has_tokens(&c->axes[g]) && !mti_is_data(&c->axes[g]) && k->may[g] == 1 << MT_SPLIT_ROWS)
+            return 1;
+    return 0;
+}
+
 MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *field, const char *name, mt_tensor t,
                                 const mt_place *place) {
     mti_known k;
@@ -58,7 +73,8 @@ MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *
         if (by_rows && place->sequences && mti_has_tokens(&ctx->checker->axes[g]) &&
             !mti_is_data(&ctx->checker->axes[g]))
             continue;
-        if (by_rows || by_cols) MT_TRY(mti_place_split(ctx, where, field, name, &k, g, place));
+        if (by_cols || (by_rows && !mti_is_scattered_rows(ctx->checker, &k, g)))
+            MT_TRY(mti_place_split(ctx, where, field, name, &k, g, place));
         if (!by_rows && (k.may[g] & MTI_SPLIT_PLACEMENTS)) whole = 0;
         if (!(k.may[g] & MTI_SPLIT_PLACEMENTS)) alike = 1;
     }
