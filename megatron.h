@@ -1401,6 +1401,11 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
 
 /* ---- the layers of self-attention (src/blocks/attention_layers.c) ------------------------------------------------ */
 
+/* The tokens of a batch on this context rank. cp NULL: all of the batch. */
+static int64_t mti_batch_tokens(const mt_comm *cp, const mt_batch *batch) {
+    return batch->sequences * batch->seq / mt_comm_size(cp);
+}
+
 /* Tells the hash log which tokens of the global batch the rows of this rank are. cp NULL: all of the batch. */
 static void mti_log_batch(mt_context *ctx, const mt_comm *cp, const mt_context_parallel_desc *context,
                           const mt_batch *batch) {
@@ -2441,11 +2446,6 @@ static mt_status mti_batch_scores_check(mt_context *ctx, const char *function, c
     return mti_scores_check(ctx, function, &s);
 }
 
-/* The tokens of a batch on this context rank. */
-static int64_t mti_batch_tokens(const mt_self_attention *a, const mt_batch *batch) {
-    return batch->sequences * batch->seq / mt_comm_size(a->cp);
-}
-
 /* Checks an activation that has `tokens` tokens, or with sequence parallelism this rank's share of them. */
 static mt_status mti_tokens_check(mt_context *ctx, const char *function, const mt_row_parallel_linear *proj,
                                   int64_t tokens, const char *name, mt_tensor t, int64_t cols) {
@@ -2473,8 +2473,8 @@ static mt_status mti_block_check(mt_context *ctx, const char *function, const mt
     MT_TRY(mt_check_apart(ctx, function, "bias.grad", batch->bias.grad, in_name, in));
     MT_TRY(mt_check_apart(ctx, function, "bias.grad", batch->bias.grad, out_name, out));
     MT_TRY(mti_parts_check(ctx, function, "batch", a->cp, &a->context, batch));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_batch_tokens(a, batch), in_name, in, a->desc.hidden));
-    return mti_tokens_check(ctx, function, &a->proj, mti_batch_tokens(a, batch), out_name, out, a->desc.hidden);
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_batch_tokens(a->cp, batch), in_name, in, a->desc.hidden));
+    return mti_tokens_check(ctx, function, &a->proj, mti_batch_tokens(a->cp, batch), out_name, out, a->desc.hidden);
 }
 
 MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
@@ -2587,7 +2587,8 @@ static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention
 /* Checks, before anything is added to a gradient, that saved is of a forward with the same sizes. */
 static mt_status mti_attention_saved_check(mt_context *ctx, const char *function, const mt_self_attention *a,
                                            const mt_self_attention_saved *saved) {
-    int64_t tokens = mti_batch_tokens(a, &saved->batch), width = a->proj.local_features + 2 * a->groups * a->head_dim;
+    int64_t tokens = mti_batch_tokens(a->cp, &saved->batch),
+            width = a->proj.local_features + 2 * a->groups * a->head_dim;
     MT_TRY(mt_check_activation(ctx, function, a->proj.weight, "saved.qkv", saved->qkv, tokens, width));
     if (a->desc.recompute_core) return MT_SUCCESS;
     return mt_check_activation(ctx, function, a->proj.weight, "saved.out", saved->out, tokens, a->proj.local_features);
@@ -2724,13 +2725,9 @@ static mt_attention_desc mti_cross_desc(const mt_cross_attention *a, const mt_ba
     return s;
 }
 
-/* Returns the number of tokens of x, or of memory, on this context rank. */
-static int64_t mti_cross_queries(const mt_cross_attention *a, const mt_batch *batch) {
-    return batch->sequences * batch->seq / mt_comm_size(a->cp);
-}
-
+/* The tokens of the memory on this context rank. */
 static int64_t mti_cross_keys(const mt_cross_attention *a, const mt_batch *batch) {
-    return batch->sequences * batch->seq / (a->context.whole_keys ? 1 : mt_comm_size(a->cp));
+    return mti_batch_tokens(a->context.whole_keys ? NULL : a->cp, batch);
 }
 
 /* The tensors of core attention, or their gradients, are an array of four: queries, keys, values and outputs. */
@@ -2846,7 +2843,7 @@ static mt_status mti_cross_forward(mt_context *ctx, const mt_cross_attention *a,
                                    const mt_batch *memory_batch, mt_tensor memory, mt_tensor y,
                                    mt_cross_attention_saved *saved, int training) {
     mt_attention_desc desc = mti_cross_desc(a, batch, memory_batch, training);
-    int64_t queries = mti_cross_queries(a, batch), keys = mti_cross_keys(a, memory_batch);
+    int64_t queries = mti_batch_tokens(a->cp, batch), keys = mti_cross_keys(a, memory_batch);
     size_t mark;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, queries, a->query.local_features, &saved->q));
     MT_TRY(mt_arena_tensor(ctx, x.dtype, keys, a->key_value[0].local_features, &saved->k));
@@ -2892,10 +2889,10 @@ static mt_status mti_cross_forward_check(mt_context *ctx, const char *function, 
                                          mt_tensor memory, mt_tensor y) {
     int sp = a->desc.sequence_parallel;
     MT_TRY(mti_cross_batches_check(ctx, function, a, batch, memory_batch));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_queries(a, batch), "x", x, a->desc.hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_batch_tokens(a->cp, batch), "x", x, a->desc.hidden));
     MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_keys(a, memory_batch), "memory", memory,
                             a->desc.kv_hidden));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_queries(a, batch), "y", y, a->desc.hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_batch_tokens(a->cp, batch), "y", y, a->desc.hidden));
     MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "x", x, "y", y));
     MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "memory", memory, "y", y));
     MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
@@ -2971,13 +2968,13 @@ static mt_status mti_cross_backward(mt_context *ctx, const mt_cross_attention *a
 /* Checks, before anything is added to a gradient, that saved is of a forward with the same sizes. */
 static mt_status mti_cross_saved_check(mt_context *ctx, const char *function, const mt_cross_attention *a,
                                        const mt_cross_attention_saved *s) {
-    int64_t queries = mti_cross_queries(a, &s->batch), keys = mti_cross_keys(a, &s->memory_batch);
+    int64_t queries = mti_batch_tokens(a->cp, &s->batch), keys = mti_cross_keys(a, &s->memory_batch);
     const mt_param *w = a->proj.weight;
     MT_TRY(mt_check_activation(ctx, function, w, "saved.q", s->q, queries, a->query.local_features));
     MT_TRY(mt_check_activation(ctx, function, w, "saved.k", s->k, keys, a->key_value[0].local_features));
     MT_TRY(mt_check_activation(ctx, function, w, "saved.v", s->v, keys, a->key_value[1].local_features));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_queries(a, &s->batch), "saved.query_in.x", s->query_in.x,
-                            a->desc.hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_batch_tokens(a->cp, &s->batch), "saved.query_in.x",
+                            s->query_in.x, a->desc.hidden));
     MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_keys(a, &s->memory_batch), "saved.memory_in.x",
                             s->memory_in.x, a->desc.kv_hidden));
     if (a->desc.recompute_core) return MT_SUCCESS;
@@ -2999,10 +2996,10 @@ static mt_status mti_cross_backward_check(mt_context *ctx, const char *function,
     int sp = a->desc.sequence_parallel;
     const mt_batch *keys = &saved->memory_batch;
     MT_TRY(mti_cross_batches_check(ctx, function, a, &saved->batch, keys));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_queries(a, &saved->batch), "dy", dy, a->desc.hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_batch_tokens(a->cp, &saved->batch), "dy", dy, a->desc.hidden));
     if (dx.data)
-        MT_TRY(
-            mti_tokens_check(ctx, function, &a->proj, mti_cross_queries(a, &saved->batch), "dx", dx, a->desc.hidden));
+        MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_batch_tokens(a->cp, &saved->batch), "dx", dx,
+                                a->desc.hidden));
     if (dmemory.data)
         MT_TRY(
             mti_tokens_check(ctx, function, &a->proj, mti_cross_keys(a, keys), "dmemory", dmemory, a->desc.kv_hidden));
@@ -3454,7 +3451,8 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
     mt_status status;
     MT_TRY(mti_layer_check(ctx, "mt_transformer_layer_forward", layer, batch, "x", x, "y", y));
     MT_TRY(mt_check_apart(ctx, "mt_transformer_layer_forward", "x", x, "y", y));
-    if (saved) MT_TRY(mt_check_tokens(ctx, "mt_transformer_layer_forward", mti_batch_tokens(&layer->attention, batch)));
+    if (saved)
+        MT_TRY(mt_check_tokens(ctx, "mt_transformer_layer_forward", mti_batch_tokens(layer->attention.cp, batch)));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("layer forward", mti_layer_forward(ctx, layer, batch, NULL, x, y, saved));
     if (saved) saved->x = x, saved->batch = *batch;
@@ -3775,11 +3773,6 @@ static mti_row_dropout mti_model_dropout(const mt_language_model *m, const mt_ba
                               m->desc.layers, 3, m->desc.layer.sequence_parallel, rows);
 }
 
-/* Returns the number of tokens of a batch on this context rank. */
-static int64_t mti_model_tokens(const mt_language_model *m, const mt_batch *batch) {
-    return batch->sequences * batch->seq / mt_comm_size(m->cp);
-}
-
 /* Returns the row of a token among those of this context rank, or -1 when another rank has it. */
 static int64_t mti_model_row(const mt_language_model *m, const mt_batch *batch, int64_t sequence, int64_t position) {
     const mti_halves h = mti_halves_of(&m->layers[0].attention, batch->seq);
@@ -3871,7 +3864,7 @@ static mt_status mti_model_embed_tokens(mt_context *ctx, const mt_language_model
 /* Computes the sum of the embeddings of tokens, positions and token types. */
 static mt_status mti_model_embed_sum(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
                                      const int32_t *ids, mt_tensor x) {
-    MT_TRY(mti_model_embed_tokens(ctx, m, ids, mti_model_tokens(m, batch), x));
+    MT_TRY(mti_model_embed_tokens(ctx, m, ids, mti_batch_tokens(m->cp, batch), x));
     MT_TRY(mti_model_add_table(ctx, m, batch, m->positions, x));
     return mti_model_add_table(ctx, m, batch, m->token_types, x);
 }
@@ -3922,7 +3915,7 @@ static mt_status mti_model_embed_cached(mt_context *ctx, const mt_language_model
 
 /* Returns the number of this rank's rows of a batch that mti_model_call_check has accepted. */
 static int64_t mti_model_rows(const mt_language_model *m, const mt_batch *batch) {
-    return mti_model_tokens(m, batch) / (m->desc.layer.sequence_parallel ? m->grid->tp_size : 1);
+    return mti_batch_tokens(m->cp, batch) / (m->desc.layer.sequence_parallel ? m->grid->tp_size : 1);
 }
 
 /* Returns what the activations of a model are over the tensor group. */
@@ -3978,7 +3971,7 @@ static mt_status mti_model_call_check(mt_context *ctx, const char *function, con
     if (batch->token_types && !m->desc.token_types)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the batch has token_types, and the model has none", function);
     MT_TRY(mti_parts_check(ctx, function, "batch", m->cp, &m->layers[0].attention.context, batch));
-    return mt_sequence_rows(ctx, function, m->grid->tp, m->desc.layer.sequence_parallel, mti_model_tokens(m, batch),
+    return mt_sequence_rows(ctx, function, m->grid->tp, m->desc.layer.sequence_parallel, mti_batch_tokens(m->cp, batch),
                             &rows);
 }
 
@@ -4002,7 +3995,7 @@ static mt_status mti_model_forward_check(mt_context *ctx, const char *function, 
     int64_t tokens;
     MT_TRY(mti_model_call_check(ctx, function, m, batch));
     MT_TRY(mt_check_float(ctx, function, NULL, "backward_scale", batch->backward_scale, MT_FLOAT_FINITE));
-    tokens = mti_model_tokens(m, batch);
+    tokens = mti_batch_tokens(m->cp, batch);
     if (saved) MT_TRY(mt_check_tokens(ctx, function, tokens));
     MT_TRY(mti_model_boundary(ctx, function, m, batch, mti_model_is_first(m), "input", input));
     MT_TRY(mti_model_boundary(ctx, function, m, batch, output_none, "output", output));
@@ -4085,7 +4078,7 @@ static mt_status mti_model_table_backward(mt_context *ctx, const mt_language_mod
 static mt_status mti_model_embed_backward(mt_context *ctx, const mt_language_model *m,
                                           const mt_language_model_saved *saved, mt_tensor dx) {
     const mt_batch *batch = &saved->batch;
-    const int64_t tokens = mti_model_tokens(m, batch);
+    const int64_t tokens = mti_batch_tokens(m->cp, batch);
     const mti_row_dropout dropout = mti_model_dropout(m, batch, dx.rows, 1);
     if (dropout.dropout.p > 0.0f) MT_TRY(mti_rows_drop_backward(ctx, &dropout, dx, 0, dx.rows, dx, mt_none()));
     if (m->embedding_norm.weight)
@@ -4359,7 +4352,7 @@ static mt_status mti_gpt_run_forward(mt_context *ctx, const char *function, cons
     MT_TRY(mti_model_forward_check(ctx, function, m, batch, ids, input, output, m && m->grid && mti_model_is_last(m),
                                    kept));
     MT_TRY(mti_model_saved_check(ctx, function, "mt_gpt_saved_create", kept));
-    tokens = mti_model_tokens(m, batch);
+    tokens = mti_batch_tokens(m->cp, batch);
     if (mti_model_is_last(m)) MT_TRY(mt_tensor_check(ctx, function, "loss", loss, MT_ARG_F32, 1, tokens));
     MT_TRY(mt_ids_check(ctx, "target", targets, tokens, gpt->desc.vocab, mt_ignore_index(gpt->loss.ignore_index)));
     MT_TRY(mti_model_begin_forward(ctx, kept, &mark));
@@ -4482,7 +4475,7 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     size_t mark;
     mt_status status;
     MT_TRY(mti_model_call_check(ctx, function, gpt ? &gpt->model : NULL, batch));
-    tokens = mti_model_tokens(&gpt->model, batch);
+    tokens = mti_batch_tokens(gpt->model.cp, batch);
     MT_TRY(mt_tensor_check(ctx, function, "logits", logits, MT_ARG_FLOAT,
                            logits.rows == batch->sequences ? batch->sequences : tokens, gpt->desc.vocab));
     MT_TRY(mt_ids_check(ctx, "token id", ids, tokens, gpt->desc.vocab, 0));
@@ -4900,7 +4893,7 @@ static mt_status mti_bert_forward(mt_context *ctx, const mt_bert *bert, const mt
     mt_tensor x, y;
     MT_TRY(mti_model_forward(ctx, &bert->model, batch, ids, NULL, input, output, saved ? &saved->model : NULL, &x));
     if (!mti_model_is_last(&bert->model)) return MT_SUCCESS;
-    MT_TRY(mti_bert_lm_hidden(ctx, bert, x, mti_model_tokens(&bert->model, batch), saved, &y));
+    MT_TRY(mti_bert_lm_hidden(ctx, bert, x, mti_batch_tokens(bert->model.cp, batch), saved, &y));
     MT_TRY(mti_output_forward(ctx, &out, y, targets, lm_loss));
     if (saved) MT_TRY(mt_hash_log_activation(ctx, "lm_loss", 0, "output", mti_as_column(lm_loss), 0, NULL));
     return bert->desc.no_binary_head ? MT_SUCCESS : mti_bert_sop_forward(ctx, bert, batch, x, order, sop_loss, saved);
@@ -4910,7 +4903,7 @@ static mt_status mti_bert_forward(mt_context *ctx, const mt_bert *bert, const mt
 static mt_status mti_bert_loss_check(mt_context *ctx, const char *function, const mt_bert *bert, const mt_batch *batch,
                                      const int32_t *targets, const int32_t *order, mt_tensor lm_loss,
                                      mt_tensor sop_loss) {
-    int64_t tokens = mti_model_tokens(&bert->model, batch);
+    int64_t tokens = mti_batch_tokens(bert->model.cp, batch);
     int last = mti_model_is_last(&bert->model);
     if (last) MT_TRY(mt_tensor_check(ctx, function, "lm_loss", lm_loss, MT_ARG_F32, 1, tokens));
     MT_TRY(mt_ids_check(ctx, "target", targets, tokens, bert->desc.vocab, mt_ignore_index(bert->loss.ignore_index)));
@@ -5030,7 +5023,7 @@ static mt_status mti_bert_head_logits(mt_context *ctx, const mt_bert *bert, cons
                                       mt_tensor lm_logits, mt_tensor sop_logits) {
     mt_tensor y;
     if (lm_logits.data) {
-        MT_TRY(mti_bert_lm_hidden(ctx, bert, x, mti_model_tokens(&bert->model, batch), NULL, &y));
+        MT_TRY(mti_bert_lm_hidden(ctx, bert, x, mti_batch_tokens(bert->model.cp, batch), NULL, &y));
         MT_TRY(mt_column_parallel_linear_product(ctx, &bert->head, y, 1, lm_logits));
     }
     if (!sop_logits.data) return MT_SUCCESS;
@@ -5058,7 +5051,7 @@ MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_b
     size_t mark;
     mt_status status;
     MT_TRY(mti_model_call_check(ctx, function, bert ? &bert->model : NULL, batch));
-    tokens = mti_model_tokens(&bert->model, batch);
+    tokens = mti_batch_tokens(bert->model.cp, batch);
     if (lm_logits.data)
         MT_TRY(mt_tensor_check(ctx, function, "lm_logits", lm_logits, MT_ARG_FLOAT, tokens, bert->desc.vocab));
     if (sop_logits.data && bert->desc.no_binary_head)

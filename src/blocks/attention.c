@@ -141,11 +141,6 @@ static mt_status mti_batch_scores_check(mt_context *ctx, const char *function, c
     return mti_scores_check(ctx, function, &s);
 }
 
-/* The tokens of a batch on this context rank. */
-static int64_t mti_batch_tokens(const mt_self_attention *a, const mt_batch *batch) {
-    return batch->sequences * batch->seq / mt_comm_size(a->cp);
-}
-
 /* Checks an activation that has `tokens` tokens, or with sequence parallelism this rank's share of them. */
 static mt_status mti_tokens_check(mt_context *ctx, const char *function, const mt_row_parallel_linear *proj,
                                   int64_t tokens, const char *name, mt_tensor t, int64_t cols) {
@@ -173,8 +168,8 @@ static mt_status mti_block_check(mt_context *ctx, const char *function, const mt
     MT_TRY(mt_check_apart(ctx, function, "bias.grad", batch->bias.grad, in_name, in));
     MT_TRY(mt_check_apart(ctx, function, "bias.grad", batch->bias.grad, out_name, out));
     MT_TRY(mti_parts_check(ctx, function, "batch", a->cp, &a->context, batch));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_batch_tokens(a, batch), in_name, in, a->desc.hidden));
-    return mti_tokens_check(ctx, function, &a->proj, mti_batch_tokens(a, batch), out_name, out, a->desc.hidden);
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_batch_tokens(a->cp, batch), in_name, in, a->desc.hidden));
+    return mti_tokens_check(ctx, function, &a->proj, mti_batch_tokens(a->cp, batch), out_name, out, a->desc.hidden);
 }
 
 MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
@@ -287,7 +282,8 @@ static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention
 /* Checks, before anything is added to a gradient, that saved is of a forward with the same sizes. */
 static mt_status mti_attention_saved_check(mt_context *ctx, const char *function, const mt_self_attention *a,
                                            const mt_self_attention_saved *saved) {
-    int64_t tokens = mti_batch_tokens(a, &saved->batch), width = a->proj.local_features + 2 * a->groups * a->head_dim;
+    int64_t tokens = mti_batch_tokens(a->cp, &saved->batch),
+            width = a->proj.local_features + 2 * a->groups * a->head_dim;
     MT_TRY(mt_check_activation(ctx, function, a->proj.weight, "saved.qkv", saved->qkv, tokens, width));
     if (a->desc.recompute_core) return MT_SUCCESS;
     return mt_check_activation(ctx, function, a->proj.weight, "saved.out", saved->out, tokens, a->proj.local_features);

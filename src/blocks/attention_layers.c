@@ -9,6 +9,11 @@
 #include "../parallel/options.h"
 #include "../parallel/hash_log.h"
 
+/* The tokens of a batch on this context rank. cp NULL: all of the batch. */
+static int64_t mti_batch_tokens(const mt_comm *cp, const mt_batch *batch) {
+    return batch->sequences * batch->seq / mt_comm_size(cp);
+}
+
 /* Tells the hash log which tokens of the global batch the rows of this rank are. cp NULL: all of the batch. */
 static void mti_log_batch(mt_context *ctx, const mt_comm *cp, const mt_context_parallel_desc *context,
                           const mt_batch *batch) {

@@ -99,13 +99,9 @@ static mt_attention_desc mti_cross_desc(const mt_cross_attention *a, const mt_ba
     return s;
 }
 
-/* Returns the number of tokens of x, or of memory, on this context rank. */
-static int64_t mti_cross_queries(const mt_cross_attention *a, const mt_batch *batch) {
-    return batch->sequences * batch->seq / mt_comm_size(a->cp);
-}
-
+/* The tokens of the memory on this context rank. */
 static int64_t mti_cross_keys(const mt_cross_attention *a, const mt_batch *batch) {
-    return batch->sequences * batch->seq / (a->context.whole_keys ? 1 : mt_comm_size(a->cp));
+    return mti_batch_tokens(a->context.whole_keys ? NULL : a->cp, batch);
 }
 
 /* The tensors of core attention, or their gradients, are an array of four: queries, keys, values and outputs. */
@@ -221,7 +217,7 @@ static mt_status mti_cross_forward(mt_context *ctx, const mt_cross_attention *a,
                                    const mt_batch *memory_batch, mt_tensor memory, mt_tensor y,
                                    mt_cross_attention_saved *saved, int training) {
     mt_attention_desc desc = mti_cross_desc(a, batch, memory_batch, training);
-    int64_t queries = mti_cross_queries(a, batch), keys = mti_cross_keys(a, memory_batch);
+    int64_t queries = mti_batch_tokens(a->cp, batch), keys = mti_cross_keys(a, memory_batch);
     size_t mark;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, queries, a->query.local_features, &saved->q));
     MT_TRY(mt_arena_tensor(ctx, x.dtype, keys, a->key_value[0].local_features, &saved->k));
@@ -267,10 +263,10 @@ static mt_status mti_cross_forward_check(mt_context *ctx, const char *function, 
                                          mt_tensor memory, mt_tensor y) {
     int sp = a->desc.sequence_parallel;
     MT_TRY(mti_cross_batches_check(ctx, function, a, batch, memory_batch));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_queries(a, batch), "x", x, a->desc.hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_batch_tokens(a->cp, batch), "x", x, a->desc.hidden));
     MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_keys(a, memory_batch), "memory", memory,
                             a->desc.kv_hidden));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_queries(a, batch), "y", y, a->desc.hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_batch_tokens(a->cp, batch), "y", y, a->desc.hidden));
     MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "x", x, "y", y));
     MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "memory", memory, "y", y));
     MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
@@ -346,13 +342,13 @@ static mt_status mti_cross_backward(mt_context *ctx, const mt_cross_attention *a
 /* Checks, before anything is added to a gradient, that saved is of a forward with the same sizes. */
 static mt_status mti_cross_saved_check(mt_context *ctx, const char *function, const mt_cross_attention *a,
                                        const mt_cross_attention_saved *s) {
-    int64_t queries = mti_cross_queries(a, &s->batch), keys = mti_cross_keys(a, &s->memory_batch);
+    int64_t queries = mti_batch_tokens(a->cp, &s->batch), keys = mti_cross_keys(a, &s->memory_batch);
     const mt_param *w = a->proj.weight;
     MT_TRY(mt_check_activation(ctx, function, w, "saved.q", s->q, queries, a->query.local_features));
     MT_TRY(mt_check_activation(ctx, function, w, "saved.k", s->k, keys, a->key_value[0].local_features));
     MT_TRY(mt_check_activation(ctx, function, w, "saved.v", s->v, keys, a->key_value[1].local_features));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_queries(a, &s->batch), "saved.query_in.x", s->query_in.x,
-                            a->desc.hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_batch_tokens(a->cp, &s->batch), "saved.query_in.x",
+                            s->query_in.x, a->desc.hidden));
     MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_keys(a, &s->memory_batch), "saved.memory_in.x",
                             s->memory_in.x, a->desc.kv_hidden));
     if (a->desc.recompute_core) return MT_SUCCESS;
@@ -374,10 +370,10 @@ static mt_status mti_cross_backward_check(mt_context *ctx, const char *function,
     int sp = a->desc.sequence_parallel;
     const mt_batch *keys = &saved->memory_batch;
     MT_TRY(mti_cross_batches_check(ctx, function, a, &saved->batch, keys));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_cross_queries(a, &saved->batch), "dy", dy, a->desc.hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_batch_tokens(a->cp, &saved->batch), "dy", dy, a->desc.hidden));
     if (dx.data)
-        MT_TRY(
-            mti_tokens_check(ctx, function, &a->proj, mti_cross_queries(a, &saved->batch), "dx", dx, a->desc.hidden));
+        MT_TRY(mti_tokens_check(ctx, function, &a->proj, mti_batch_tokens(a->cp, &saved->batch), "dx", dx,
+                                a->desc.hidden));
     if (dmemory.data)
         MT_TRY(
             mti_tokens_check(ctx, function, &a->proj, mti_cross_keys(a, keys), "dmemory", dmemory, a->desc.kv_hidden));

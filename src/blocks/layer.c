@@ -424,7 +424,8 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
     mt_status status;
     MT_TRY(mti_layer_check(ctx, "mt_transformer_layer_forward", layer, batch, "x", x, "y", y));
     MT_TRY(mt_check_apart(ctx, "mt_transformer_layer_forward", "x", x, "y", y));
-    if (saved) MT_TRY(mt_check_tokens(ctx, "mt_transformer_layer_forward", mti_batch_tokens(&layer->attention, batch)));
+    if (saved)
+        MT_TRY(mt_check_tokens(ctx, "mt_transformer_layer_forward", mti_batch_tokens(layer->attention.cp, batch)));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("layer forward", mti_layer_forward(ctx, layer, batch, NULL, x, y, saved));
     if (saved) saved->x = x, saved->batch = *batch;

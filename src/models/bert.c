@@ -214,7 +214,7 @@ static mt_status mti_bert_forward(mt_context *ctx, const mt_bert *bert, const mt
     mt_tensor x, y;
     MT_TRY(mti_model_forward(ctx, &bert->model, batch, ids, NULL, input, output, saved ? &saved->model : NULL, &x));
     if (!mti_model_is_last(&bert->model)) return MT_SUCCESS;
-    MT_TRY(mti_bert_lm_hidden(ctx, bert, x, mti_model_tokens(&bert->model, batch), saved, &y));
+    MT_TRY(mti_bert_lm_hidden(ctx, bert, x, mti_batch_tokens(bert->model.cp, batch), saved, &y));
     MT_TRY(mti_output_forward(ctx, &out, y, targets, lm_loss));
     if (saved) MT_TRY(mt_hash_log_activation(ctx, "lm_loss", 0, "output", mti_as_column(lm_loss), 0, NULL));
     return bert->desc.no_binary_head ? MT_SUCCESS : mti_bert_sop_forward(ctx, bert, batch, x, order, sop_loss, saved);
@@ -224,7 +224,7 @@ static mt_status mti_bert_forward(mt_context *ctx, const mt_bert *bert, const mt
 static mt_status mti_bert_loss_check(mt_context *ctx, const char *function, const mt_bert *bert, const mt_batch *batch,
                                      const int32_t *targets, const int32_t *order, mt_tensor lm_loss,
                                      mt_tensor sop_loss) {
-    int64_t tokens = mti_model_tokens(&bert->model, batch);
+    int64_t tokens = mti_batch_tokens(bert->model.cp, batch);
     int last = mti_model_is_last(&bert->model);
     if (last) MT_TRY(mt_tensor_check(ctx, function, "lm_loss", lm_loss, MT_ARG_F32, 1, tokens));
     MT_TRY(mt_ids_check(ctx, "target", targets, tokens, bert->desc.vocab, mt_ignore_index(bert->loss.ignore_index)));
@@ -344,7 +344,7 @@ static mt_status mti_bert_head_logits(mt_context *ctx, const mt_bert *bert, cons
                                       mt_tensor lm_logits, mt_tensor sop_logits) {
     mt_tensor y;
     if (lm_logits.data) {
-        MT_TRY(mti_bert_lm_hidden(ctx, bert, x, mti_model_tokens(&bert->model, batch), NULL, &y));
+        MT_TRY(mti_bert_lm_hidden(ctx, bert, x, mti_batch_tokens(bert->model.cp, batch), NULL, &y));
         MT_TRY(mt_column_parallel_linear_product(ctx, &bert->head, y, 1, lm_logits));
     }
     if (!sop_logits.data) return MT_SUCCESS;
@@ -372,7 +372,7 @@ MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_b
     size_t mark;
     mt_status status;
     MT_TRY(mti_model_call_check(ctx, function, bert ? &bert->model : NULL, batch));
-    tokens = mti_model_tokens(&bert->model, batch);
+    tokens = mti_batch_tokens(bert->model.cp, batch);
     if (lm_logits.data)
         MT_TRY(mt_tensor_check(ctx, function, "lm_logits", lm_logits, MT_ARG_FLOAT, tokens, bert->desc.vocab));
     if (sop_logits.data && bert->desc.no_binary_head)

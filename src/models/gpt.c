@@ -81,7 +81,7 @@ static mt_status mti_gpt_run_forward(mt_context *ctx, const char *function, cons
     MT_TRY(mti_model_forward_check(ctx, function, m, batch, ids, input, output, m && m->grid && mti_model_is_last(m),
                                    kept));
     MT_TRY(mti_model_saved_check(ctx, function, "mt_gpt_saved_create", kept));
-    tokens = mti_model_tokens(m, batch);
+    tokens = mti_batch_tokens(m->cp, batch);
     if (mti_model_is_last(m)) MT_TRY(mt_tensor_check(ctx, function, "loss", loss, MT_ARG_F32, 1, tokens));
     MT_TRY(mt_ids_check(ctx, "target", targets, tokens, gpt->desc.vocab, mt_ignore_index(gpt->loss.ignore_index)));
     MT_TRY(mti_model_begin_forward(ctx, kept, &mark));
@@ -204,7 +204,7 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     size_t mark;
     mt_status status;
     MT_TRY(mti_model_call_check(ctx, function, gpt ? &gpt->model : NULL, batch));
-    tokens = mti_model_tokens(&gpt->model, batch);
+    tokens = mti_batch_tokens(gpt->model.cp, batch);
     MT_TRY(mt_tensor_check(ctx, function, "logits", logits, MT_ARG_FLOAT,
                            logits.rows == batch->sequences ? batch->sequences : tokens, gpt->desc.vocab));
     MT_TRY(mt_ids_check(ctx, "token id", ids, tokens, gpt->desc.vocab, 0));

@@ -171,11 +171,6 @@ static mti_row_dropout mti_model_dropout(const mt_language_model *m, const mt_ba
                               m->desc.layers, 3, m->desc.layer.sequence_parallel, rows);
 }
 
-/* Returns the number of tokens of a batch on this context rank. */
-static int64_t mti_model_tokens(const mt_language_model *m, const mt_batch *batch) {
-    return batch->sequences * batch->seq / mt_comm_size(m->cp);
-}
-
 /* Returns the row of a token among those of this context rank, or -1 when another rank has it. */
 static int64_t mti_model_row(const mt_language_model *m, const mt_batch *batch, int64_t sequence, int64_t position) {
     const mti_halves h = mti_halves_of(&m->layers[0].attention, batch->seq);
@@ -267,7 +262,7 @@ static mt_status mti_model_embed_tokens(mt_context *ctx, const mt_language_model
 /* Computes the sum of the embeddings of tokens, positions and token types. */
 static mt_status mti_model_embed_sum(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
                                      const int32_t *ids, mt_tensor x) {
-    MT_TRY(mti_model_embed_tokens(ctx, m, ids, mti_model_tokens(m, batch), x));
+    MT_TRY(mti_model_embed_tokens(ctx, m, ids, mti_batch_tokens(m->cp, batch), x));
     MT_TRY(mti_model_add_table(ctx, m, batch, m->positions, x));
     return mti_model_add_table(ctx, m, batch, m->token_types, x);
 }
@@ -318,7 +313,7 @@ static mt_status mti_model_embed_cached(mt_context *ctx, const mt_language_model
 
 /* Returns the number of this rank's rows of a batch that mti_model_call_check has accepted. */
 static int64_t mti_model_rows(const mt_language_model *m, const mt_batch *batch) {
-    return mti_model_tokens(m, batch) / (m->desc.layer.sequence_parallel ? m->grid->tp_size : 1);
+    return mti_batch_tokens(m->cp, batch) / (m->desc.layer.sequence_parallel ? m->grid->tp_size : 1);
 }
 
 /* Returns what the activations of a model are over the tensor group. */
@@ -374,7 +369,7 @@ static mt_status mti_model_call_check(mt_context *ctx, const char *function, con
     if (batch->token_types && !m->desc.token_types)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the batch has token_types, and the model has none", function);
     MT_TRY(mti_parts_check(ctx, function, "batch", m->cp, &m->layers[0].attention.context, batch));
-    return mt_sequence_rows(ctx, function, m->grid->tp, m->desc.layer.sequence_parallel, mti_model_tokens(m, batch),
+    return mt_sequence_rows(ctx, function, m->grid->tp, m->desc.layer.sequence_parallel, mti_batch_tokens(m->cp, batch),
                             &rows);
 }
 
@@ -398,7 +393,7 @@ static mt_status mti_model_forward_check(mt_context *ctx, const char *function, 
     int64_t tokens;
     MT_TRY(mti_model_call_check(ctx, function, m, batch));
     MT_TRY(mt_check_float(ctx, function, NULL, "backward_scale", batch->backward_scale, MT_FLOAT_FINITE));
-    tokens = mti_model_tokens(m, batch);
+    tokens = mti_batch_tokens(m->cp, batch);
     if (saved) MT_TRY(mt_check_tokens(ctx, function, tokens));
     MT_TRY(mti_model_boundary(ctx, function, m, batch, mti_model_is_first(m), "input", input));
     MT_TRY(mti_model_boundary(ctx, function, m, batch, output_none, "output", output));
@@ -481,7 +476,7 @@ static mt_status mti_model_table_backward(mt_context *ctx, const mt_language_mod
 static mt_status mti_model_embed_backward(mt_context *ctx, const mt_language_model *m,
                                           const mt_language_model_saved *saved, mt_tensor dx) {
     const mt_batch *batch = &saved->batch;
-    const int64_t tokens = mti_model_tokens(m, batch);
+    const int64_t tokens = mti_batch_tokens(m->cp, batch);
     const mti_row_dropout dropout = mti_model_dropout(m, batch, dx.rows, 1);
     if (dropout.dropout.p > 0.0f) MT_TRY(mti_rows_drop_backward(ctx, &dropout, dx, 0, dx.rows, dx, mt_none()));
     if (m->embedding_norm.weight)
