@@ -225,9 +225,6 @@ static int64_t mti_ids_jumps(mt_tensor t) {
     return jumps;
 }
 
-/* Whether ids are like positions: most of them count up. Those of a context rank jump to its second chunk. */
-static int mti_ids_count_up(mt_tensor t) { return 2 * mti_ids_jumps(t) < t.rows * t.cols; }
-
 /* Whether ids tell ranks apart: there are more than two different ones, which may be the same in each sequence. */
 static int mti_ids_differ(mt_tensor t) {
     int32_t low = 0, high = 0, id;
@@ -326,12 +323,14 @@ static int mti_share_mark(mt_context *ctx, mt_tensor t, uint64_t *mark) {
    of all ranks have the same entries. */
 static mt_status mti_token_ids_add(mt_context *ctx, int g, mt_tensor ids, mti_share *e) {
     const uint64_t content = e->mark;
-    const int counts_up = mti_ids_count_up(ids), differ = mti_ids_differ(ids);
+    const int64_t jumps = mti_ids_jumps(ids);
+    const int counts_up = 2 * jumps < ids.rows * ids.cols; /* positions, which jump to a rank's second chunk */
+    const int differ = mti_ids_differ(ids);
     if (counts_up || !differ) e->mark = MTI_NO_MARK;
     MT_TRY(mti_share_add(ctx, g, e));
     if (mti_is_data(&ctx->checker->axes[g])) return MT_SUCCESS;
     e->kind = 'c';
-    e->mark = !differ ? MTI_NO_MARK : counts_up && mti_ids_jumps(ids) ? content : mti_counting_mark(ids);
+    e->mark = !differ ? MTI_NO_MARK : counts_up && jumps ? content : mti_counting_mark(ids);
     return mti_share_add(ctx, g, e);
 }
 
