@@ -1401,6 +1401,12 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
 
 /* ---- the layers of self-attention (src/blocks/attention_layers.c) ------------------------------------------------ */
 
+/* The context ranks of a block, or NULL when it has whole sequences in their order. */
+static mt_comm *mti_context_group(const mt_params *params, const mt_context_parallel_desc *context) {
+    const mt_grid *grid = mt_params_grid(params);
+    return grid->cp_size > 1 || context->invariant > 1 ? grid->cp : NULL;
+}
+
 /* The tokens of a batch on this context rank. cp NULL: all of the batch. */
 static int64_t mti_batch_tokens(const mt_comm *cp, const mt_batch *batch) {
     return batch->sequences * batch->seq / mt_comm_size(cp);
@@ -1701,9 +1707,9 @@ MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, co
     MT_TRY(mti_attention_check(ctx, "mt_self_attention_create", name, &d, mt_params_shards(params)));
     mark = mt_params_mark(params);
     mti_attention_begin(&d, mti_group_pieces(d.heads, d.kv_heads, mt_params_shards(params)), out);
-    if (mt_params_grid(params)->cp_size > 1) out->cp = mt_params_grid(params)->cp;
     out->context = mt_parallel_get_options(ctx).context;
     out->context.whole_keys = 0;
+    out->cp = mti_context_group(params, &out->context);
     return mt_create_end(params, mark, out, sizeof *out, mti_attention_create(ctx, &from, name, out));
 }
 
@@ -2134,29 +2140,38 @@ MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_
     return mti_attention_zero_rest(ctx, desc, dqkv, mti_qkv_width(desc));
 }
 
-/* The parts of a sequence that this rank has, see mt_context_parallel_desc. */
-typedef struct mti_halves {
-    int count;
-    int64_t chunk, first[2]; /* tokens of a sequence in a half, and the first one of each half */
-} mti_halves;
+/* The chunks of each sequence that this rank has, see mt_context_parallel_desc: `count`, of `chunk` tokens each. */
+typedef struct mti_seq_chunks {
+    mt_context_parallel_desc context;
+    int rank, size, count;
+    int64_t seq, chunk;
+} mti_seq_chunks;
 
-static mti_halves mti_halves_of(const mt_self_attention *a, int64_t seq) {
-    const int ranks = mt_comm_size(a->cp), rank = mt_comm_rank(a->cp);
-    const mt_context_parallel_desc *context = &a->context;
-    mti_halves h;
-    h.count = ranks == 1 || context->contiguous ? 1 : 2;
-    h.chunk = seq / ranks / h.count;
-    h.first[0] = mt_context_parallel_token(context, rank, ranks, 1, seq, 0);
-    h.first[1] = mt_context_parallel_token(context, rank, ranks, 1, seq, h.chunk); /* -1 when there is one */
-    return h;
+/* cp NULL: one chunk, the whole sequence */
+static mti_seq_chunks mti_seq_chunks_of(const mt_comm *cp, const mt_context_parallel_desc *context, int64_t seq) {
+    const int ranks = cp && context->invariant > mt_comm_size(cp) ? context->invariant : mt_comm_size(cp);
+    mti_seq_chunks c;
+    memset(&c, 0, sizeof c);
+    if (cp) c.context = *context;
+    c.rank = mt_comm_rank(cp);
+    c.size = mt_comm_size(cp);
+    c.count = ranks / c.size * (ranks == 1 || c.context.contiguous ? 1 : 2);
+    c.seq = seq;
+    c.chunk = seq / c.count / c.size;
+    return c;
 }
 
-static mt_attention_part mti_half_part(const mti_halves *h, int half, int64_t seq) {
+/* The first token of a chunk in its sequence. */
+static int64_t mti_chunk_token(const mti_seq_chunks *c, int chunk) {
+    return mt_context_parallel_token(&c->context, c->rank, c->size, 1, c->seq, chunk * c->chunk);
+}
+
+static mt_attention_part mti_chunk_part(const mti_seq_chunks *c, int chunk) {
     mt_attention_part p;
     memset(&p, 0, sizeof p);
-    if (h->chunk == seq) return p;
-    p.seq = seq;
-    p.first_query = p.first_key = h->first[half];
+    if (c->chunk == c->seq) return p;
+    p.seq = c->seq;
+    p.first_query = p.first_key = mti_chunk_token(c, chunk);
     return p;
 }
 
@@ -2166,18 +2181,17 @@ static mt_status mti_attention_rotate(mt_context *ctx, const mt_self_attention *
                                       mt_status (*rotate)(mt_context *ctx, const mt_attention_desc *desc,
                                                           mt_tensor table, mt_tensor qkv),
                                       mt_tensor qkv) {
-    int s, shards = desc->qkv_layout == MT_QKV_CONCATENATED ? a->proj.weight->shards : 1, half;
-    const mti_halves halves = mti_halves_of(a, desc->seq);
-    const int64_t rows = desc->batch * halves.chunk;
+    int s, shards = desc->qkv_layout == MT_QKV_CONCATENATED ? a->proj.weight->shards : 1, i;
+    const mti_seq_chunks chunks = mti_seq_chunks_of(a->cp, &a->context, desc->seq);
+    const int64_t rows = desc->batch * chunks.chunk;
     int64_t first;
     for (s = 0; s < shards && a->rotary.data && desc->groups > 0; s++)
-        for (half = 0; half < halves.count; half++) {
+        for (i = 0; i < chunks.count; i++) {
             mt_attention_desc part = mti_attention_shard(desc, a->groups, s, shards, &first);
-            part.part = mti_half_part(&halves, half, desc->seq);
-            part.seq = halves.chunk;
-            MT_TRY(
-                rotate(ctx, &part, mt_tensor_rows(a->rotary, 0, desc->seq),
-                       mti_attention_cols(&part, mt_tensor_rows(qkv, half * rows, rows), first, mti_qkv_width(desc))));
+            part.part = mti_chunk_part(&chunks, i);
+            part.seq = chunks.chunk;
+            MT_TRY(rotate(ctx, &part, mt_tensor_rows(a->rotary, 0, desc->seq),
+                          mti_attention_cols(&part, mt_tensor_rows(qkv, i * rows, rows), first, mti_qkv_width(desc))));
         }
     return MT_SUCCESS;
 }
@@ -2269,8 +2283,8 @@ static mt_status mti_context_rule(mt_context *ctx, const mt_self_attention_saved
 }
 
 /* Core attention over context ranks, one virtual shard after the other. */
-static mt_status mti_context_shards(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
-                                    const mt_self_attention_saved *saved, mt_tensor dout, mt_tensor dqkv) {
+static mt_status mti_context_core_shards(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
+                                         const mt_self_attention_saved *saved, mt_tensor dout, mt_tensor dqkv) {
     const int shards = a->proj.weight->shards;
     int64_t first;
     int s;
@@ -2289,7 +2303,7 @@ static mt_status mti_context_core(mt_context *ctx, const mt_self_attention *a, c
     MT_TRY(mt_context_parallel_agree(ctx, a->cp, &a->context, desc));
     MT_TRY(mti_context_rule(ctx, saved, dout, dqkv));
     mt_check_pause(ctx);
-    return mt_check_resume(ctx, mti_context_shards(ctx, a, desc, saved, dout, dqkv));
+    return mt_check_resume(ctx, mti_context_core_shards(ctx, a, desc, saved, dout, dqkv));
 }
 
 static mt_status mti_attention_core_forward(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
@@ -2457,8 +2471,9 @@ static mt_status mti_tokens_check(mt_context *ctx, const char *function, const m
 /* Checks that context ranks can have equal parts of the sequences. */
 static mt_status mti_parts_check(mt_context *ctx, const char *function, const char *name, const mt_comm *cp,
                                  const mt_context_parallel_desc *context, const mt_batch *batch) {
-    const int ranks = mt_comm_size(cp), chunks = context->contiguous ? ranks : 2 * ranks;
-    if (!cp || batch->seq % chunks == 0) return MT_SUCCESS;
+    const mti_seq_chunks c = mti_seq_chunks_of(cp, context, batch->seq);
+    const int chunks = c.count * c.size, ranks = context->invariant > c.size ? context->invariant : c.size;
+    if (batch->seq % chunks == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s.seq is %lld, must be a multiple of %d, for %d context ranks", function,
                    name, (long long)batch->seq, chunks, ranks);
 }
@@ -2701,8 +2716,8 @@ MT_API mt_status mt_cross_attention_create(mt_context *ctx, mt_params *params, c
     out->desc = d;
     out->head_dim = d.hidden / d.heads;
     out->pieces = mti_group_pieces(d.heads, d.kv_heads, mt_params_shards(params));
-    if (mt_params_grid(params)->cp_size > 1) out->cp = mt_params_grid(params)->cp;
     out->context = mt_parallel_get_options(ctx).context;
+    out->cp = mti_context_group(params, &out->context);
     return mt_create_end(params, mark, out, sizeof *out, mti_cross_create(ctx, params, name, out));
 }
 
@@ -3111,14 +3126,14 @@ MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params,
 /* Which tokens of a batch the rows of a tensor are: all of them or, with sequence_parallel, those of this tensor rank.
    With context ranks these are not one after the other in the batch. */
 typedef struct mti_token_rows {
-    mti_halves halves;
+    mti_seq_chunks chunks;
     int64_t sequences, seq, first; /* first: number of row 0 of the tensor among the tokens of this context rank */
 } mti_token_rows;
 
 static mti_token_rows mti_token_rows_of(const mt_self_attention *a, const mt_batch *batch, int sequence_parallel,
                                         int64_t rows) {
     mti_token_rows t;
-    t.halves = mti_halves_of(a, batch->seq);
+    t.chunks = mti_seq_chunks_of(a->cp, &a->context, batch->seq);
     t.sequences = batch->sequences;
     t.seq = batch->seq;
     t.first = sequence_parallel ? mt_comm_rank(a->proj.tp) * rows : 0;
@@ -3128,10 +3143,11 @@ static mti_token_rows mti_token_rows_of(const mt_self_attention *a, const mt_bat
 /* Returns how many of the rows [row, end) follow each other in the batch. *token becomes the number of the first one
    there. */
 static int64_t mti_token_run(const mti_token_rows *t, int64_t row, int64_t end, int64_t *token) {
-    const int64_t i = t->first + row, chunk = t->halves.chunk;
+    const int64_t i = t->first + row, chunk = t->chunks.chunk;
     *token = i;
     if (chunk == t->seq) return end - row;
-    *token = i / chunk % t->sequences * t->seq + t->halves.first[i / (t->sequences * chunk)] + i % chunk;
+    *token =
+        i / chunk % t->sequences * t->seq + mti_chunk_token(&t->chunks, (int)(i / (t->sequences * chunk))) + i % chunk;
     return mt_min(end - row, chunk - i % chunk);
 }
 
@@ -3165,7 +3181,7 @@ static mt_status mti_rows_drop(mt_context *ctx, const mti_row_dropout *d, mt_ten
     mt_status status = MT_SUCCESS;
     mt_dropout at;
     int64_t row, count;
-    mt_check_scattered(ctx, d->rows.halves.chunk < d->rows.seq);
+    mt_check_scattered(ctx, d->rows.chunks.chunk < d->rows.seq);
     for (row = 0; row < y.rows && status == MT_SUCCESS; row += count) {
         const mt_tensor x = mt_tensor_rows(y, row, count = mti_dropout_run(d, row, y.rows, &at));
         status = mt_bias_dropout_add_forward(ctx, x, bias, mti_some_rows(residual, row, count), at, x);
@@ -3180,7 +3196,7 @@ static mt_status mti_rows_drop_backward(mt_context *ctx, const mti_row_dropout *
     mt_status status = MT_SUCCESS;
     mt_dropout at;
     int64_t count;
-    mt_check_scattered(ctx, d->rows.halves.chunk < d->rows.seq);
+    mt_check_scattered(ctx, d->rows.chunks.chunk < d->rows.seq);
     for (; first < end && status == MT_SUCCESS; first += count) {
         count = mti_dropout_run(d, first, end, &at);
         status = mt_bias_dropout_add_backward(ctx, mt_tensor_rows(dy, first, count), at,
@@ -3717,9 +3733,11 @@ static mt_status mti_model_layers(mt_context *ctx, mt_params *params, mt_languag
 static mt_status mti_model_create(mt_context *ctx, mt_params *params, const mt_language_model_desc *desc,
                                   mt_language_model *m) {
     mt_transformer_layer_desc *l = &m->desc.layer;
+    mt_context_parallel_desc context;
     m->desc = *desc;
     m->grid = mt_params_grid(params);
-    if (m->grid->cp_size > 1) m->cp = m->grid->cp;
+    context = mt_parallel_get_options(ctx).context;
+    m->cp = mti_context_group(params, &context);
     m->local_layers = desc->layers / m->grid->pp_size;
     m->first_layer = m->grid->pp_rank * m->local_layers;
     l->max_seq = l->scores.rotary_base > 0.0f ? desc->max_seq : 0;
@@ -3775,12 +3793,12 @@ static mti_row_dropout mti_model_dropout(const mt_language_model *m, const mt_ba
 
 /* Returns the row of a token among those of this context rank, or -1 when another rank has it. */
 static int64_t mti_model_row(const mt_language_model *m, const mt_batch *batch, int64_t sequence, int64_t position) {
-    const mti_halves h = mti_halves_of(&m->layers[0].attention, batch->seq);
-    int half;
+    const mti_seq_chunks c = mti_seq_chunks_of(m->cp, &m->layers[0].attention.context, batch->seq);
+    int chunk;
     if (!m->cp) return sequence * batch->seq + position;
-    for (half = 0; half < h.count; half++) {
-        const int64_t i = position - h.first[half];
-        if (i >= 0 && i < h.chunk) return (half * batch->sequences + sequence) * h.chunk + i;
+    for (chunk = 0; chunk < c.count; chunk++) {
+        const int64_t i = position - mti_chunk_token(&c, chunk);
+        if (i >= 0 && i < c.chunk) return (chunk * batch->sequences + sequence) * c.chunk + i;
     }
     return -1;
 }
@@ -4452,9 +4470,15 @@ static mt_status mti_gpt_pick_rows(mt_context *ctx, const mt_language_model *m, 
 /* Computes the logits from x, the output of the model m on the last stage. */
 static mt_status mti_gpt_head_logits(mt_context *ctx, const mt_gpt *gpt, const mt_language_model *m,
                                      const mt_batch *batch, mt_tensor x, mt_tensor logits) {
+    int before, divided;
+    mt_status status;
     MT_TRY(mt_gather_tokens(ctx, gpt->head.tp, m->desc.layer.sequence_parallel, x, &x));
+    divided = m->cp && logits.rows == x.rows;
     MT_TRY(mti_gpt_pick_rows(ctx, m, batch, x, logits.rows, &x));
-    return mt_column_parallel_linear_product(ctx, &gpt->head, x, 1, logits);
+    before = mt_rows_are_sequences(ctx, !divided);
+    status = mt_column_parallel_linear_product(ctx, &gpt->head, x, 1, logits);
+    mt_rows_are_sequences(ctx, before);
+    return status;
 }
 
 /* The last stage computes the logits and broadcasts them to the others. m is the model, or with a cache that of
@@ -4607,6 +4631,7 @@ MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const 
     static const char *const function = "mt_gpt_cached_logits";
     mt_language_model m;
     size_t mark;
+    int before;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!gpt) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: gpt is NULL", function);
@@ -4617,7 +4642,9 @@ MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const 
                                logits.rows == batch->sequences ? logits.rows : batch->sequences * batch->seq,
                                gpt->desc.vocab));
     mark = mt_arena_mark(ctx);
+    before = mt_rows_are_sequences(ctx, !m.cp);
     status = mti_gpt_logits(ctx, gpt, &m, batch, ids, cache, logits);
+    mt_rows_are_sequences(ctx, before);
     if (status == MT_SUCCESS) status = mti_gpt_cache_advance(ctx, batch, cache, cache->lengths);
     mt_arena_release(ctx, mark);
     return status;
@@ -4626,9 +4653,12 @@ MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const 
 /* Draws from the logits in f32 of x, the outputs of the model on the last stage. */
 static mt_status mti_gpt_draw(mt_context *ctx, const mt_gpt *gpt, const mt_sample_desc *desc, mt_tensor x,
                               int32_t *ids) {
+    const int before = mt_rows_are_sequences(ctx, 1);
     mt_tensor logits;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, x.rows, gpt->head.local_features, &logits));
-    MT_TRY(mt_column_parallel_linear_product(ctx, &gpt->head, x, 0, logits));
+    mt_status status = mt_arena_tensor(ctx, MT_F32, x.rows, gpt->head.local_features, &logits);
+    if (status == MT_SUCCESS) status = mt_column_parallel_linear_product(ctx, &gpt->head, x, 0, logits);
+    mt_rows_are_sequences(ctx, before);
+    MT_TRY(status);
     return mt_vocab_parallel_sample(ctx, gpt->head.tp, gpt->desc.vocab, gpt->desc.padded_vocab, desc, logits, ids);
 }
 
@@ -4668,6 +4698,7 @@ MT_API mt_status mt_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     mt_language_model m;
     mt_tensor next;
     size_t mark;
+    int before;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!gpt) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: gpt is NULL", function);
@@ -4677,7 +4708,9 @@ MT_API mt_status mt_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     next = mt_tensor_make(next_ids, MT_I32, 1, batch->sequences);
     MT_TRY(mt_tensor_check(ctx, function, "next_ids", next, MT_ARG_ANY, 1, batch->sequences));
     mark = mt_arena_mark(ctx);
+    before = mt_rows_are_sequences(ctx, !m.cp);
     status = mti_gpt_sample(ctx, gpt, &m, batch, ids, cache, desc, next);
+    mt_rows_are_sequences(ctx, before);
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -4794,7 +4827,7 @@ static mt_status mti_bert_lm_hidden(mt_context *ctx, const mt_bert *bert, mt_ten
    0 has the first tokens of all. */
 static mt_tensor mti_first_tokens(const mt_language_model *m, const mt_batch *batch, mt_tensor x, int64_t *first) {
     int64_t begin = m->desc.layer.sequence_parallel ? m->grid->tp_rank * x.rows : 0;
-    int64_t apart = mti_halves_of(&m->layers[0].attention, batch->seq).chunk, end;
+    int64_t apart = mti_seq_chunks_of(m->cp, &m->layers[0].attention.context, batch->seq).chunk, end;
     mt_tensor view;
     *first = (begin + apart - 1) / apart;
     end = mt_min(batch->sequences, (begin + x.rows + apart - 1) / apart);
@@ -4874,8 +4907,8 @@ static void mti_bert_log_sequences(mt_context *ctx, const mt_bert *bert, const m
 }
 
 /* Computes the loss of the sentence order. The rows of its tensors are sequences, also in the hash log. */
-static mt_status mti_bert_sop_forward(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, mt_tensor x,
-                                      const int32_t *order, mt_tensor loss, mt_bert_saved *saved) {
+static mt_status mti_bert_sop_loss(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, mt_tensor x,
+                                   const int32_t *order, mt_tensor loss, mt_bert_saved *saved) {
     mti_output out = mti_bert_sop_output(bert, batch, saved);
     mt_tensor pooled;
     mti_bert_log_sequences(ctx, bert, batch);
@@ -4883,6 +4916,14 @@ static mt_status mti_bert_sop_forward(mt_context *ctx, const mt_bert *bert, cons
     MT_TRY(mti_bert_pool(ctx, bert, batch, x, 0, saved, &pooled));
     MT_TRY(mti_output_forward(ctx, &out, pooled, order, loss));
     return saved ? mt_hash_log_activation(ctx, "sop_loss", 0, "output", mti_as_column(loss), 0, NULL) : MT_SUCCESS;
+}
+
+static mt_status mti_bert_sop_forward(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, mt_tensor x,
+                                      const int32_t *order, mt_tensor loss, mt_bert_saved *saved) {
+    const int before = mt_rows_are_sequences(ctx, 1);
+    const mt_status status = mti_bert_sop_loss(ctx, bert, batch, x, order, loss, saved);
+    mt_rows_are_sequences(ctx, before);
+    return status;
 }
 
 /* Runs this stage and, on the last stage, the heads and the losses. */
@@ -4960,8 +5001,8 @@ static mt_status mti_bert_lm_backward(mt_context *ctx, const mt_bert *bert, floa
 }
 
 /* Adds the gradient of the model's output through the pooler to dx. */
-static mt_status mti_bert_sop_backward(mt_context *ctx, const mt_bert *bert, float scale, mt_tensor dx,
-                                       mt_bert_saved *saved) {
+static mt_status mti_bert_sop_gradients(mt_context *ctx, const mt_bert *bert, float scale, mt_tensor dx,
+                                        mt_bert_saved *saved) {
     const mt_batch *batch = &saved->model.batch;
     mti_output out = mti_bert_sop_output(bert, batch, saved);
     mt_tensor dy, dh = saved->pooled_h;
@@ -4971,6 +5012,14 @@ static mt_status mti_bert_sop_backward(mt_context *ctx, const mt_bert *bert, flo
     MT_TRY(mt_column_parallel_activation_backward(ctx, &bert->pooler, MT_TANH, saved->pooled_h, dy, dh));
     MT_TRY(mt_parallel_linear_backward(ctx, &bert->pooler, dh, dy, &saved->pooler));
     return mti_add_first_tokens(ctx, &bert->model, batch, dx, dy, 1);
+}
+
+static mt_status mti_bert_sop_backward(mt_context *ctx, const mt_bert *bert, float scale, mt_tensor dx,
+                                       mt_bert_saved *saved) {
+    const int before = mt_rows_are_sequences(ctx, 1);
+    const mt_status status = mti_bert_sop_gradients(ctx, bert, scale, dx, saved);
+    mt_rows_are_sequences(ctx, before);
+    return status;
 }
 
 /* Runs the backward of the heads, on the last stage, and of this stage. */
@@ -5018,6 +5067,16 @@ MT_API mt_status mt_bert_backward(mt_context *ctx, const mt_bert *bert, float lm
     return mti_bert_run_backward(ctx, "mt_bert_backward", bert, lm_scale, sop_scale, mt_none(), mt_none(), saved);
 }
 
+static mt_status mti_bert_sop_logits(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, mt_tensor x,
+                                     mt_tensor logits) {
+    const int before = mt_rows_are_sequences(ctx, 1);
+    mt_tensor y;
+    mt_status status = mti_bert_pool(ctx, bert, batch, x, 1, NULL, &y);
+    if (status == MT_SUCCESS) status = mt_column_parallel_linear_product(ctx, &bert->binary_head, y, 1, logits);
+    mt_rows_are_sequences(ctx, before);
+    return status;
+}
+
 /* Computes the logits from x, the output of the model on the last stage. */
 static mt_status mti_bert_head_logits(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, mt_tensor x,
                                       mt_tensor lm_logits, mt_tensor sop_logits) {
@@ -5026,9 +5085,7 @@ static mt_status mti_bert_head_logits(mt_context *ctx, const mt_bert *bert, cons
         MT_TRY(mti_bert_lm_hidden(ctx, bert, x, mti_batch_tokens(bert->model.cp, batch), NULL, &y));
         MT_TRY(mt_column_parallel_linear_product(ctx, &bert->head, y, 1, lm_logits));
     }
-    if (!sop_logits.data) return MT_SUCCESS;
-    MT_TRY(mti_bert_pool(ctx, bert, batch, x, 1, NULL, &y));
-    return mt_column_parallel_linear_product(ctx, &bert->binary_head, y, 1, sop_logits);
+    return sop_logits.data ? mti_bert_sop_logits(ctx, bert, batch, x, sop_logits) : MT_SUCCESS;
 }
 
 /* The last stage computes the logits and broadcasts them to the others. */

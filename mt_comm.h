@@ -235,7 +235,8 @@ typedef struct mt_context_desc {
        same number. 0: 1 */
     int threads;
     /* Invariant mode: runs on 1, 2, 4, ..., or V tensor ranks and 1, 2, 4, ..., or V_d data ranks give the same bits. V
-       and V_d are powers of two up to 1024. See docs/invariance.md. */
+       and V_d are powers of two up to 1024. For context ranks see mt_context_parallel_desc.invariant. See
+       docs/invariance.md. */
     int invariant;      /* V; 0: off */
     int invariant_data; /* V_d; only with `invariant`; 0: V */
     /* 1: check mode, see mt_placement. 2: also compares the values of what is replicated, see mt_check_replicas; set it

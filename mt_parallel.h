@@ -146,6 +146,11 @@ typedef struct mt_context_parallel_desc {
     /* 1: k and v have the rows [batch, kv_seq] on each rank, the same on all of them, as of a memory that is not
        divided. Then nothing is communicated, comm_type has no effect, and dk and dv are terms of sums over the ranks */
     int whole_keys;
+    /* Only in invariant mode: runs on 1, 2, 4, ..., or V_c context ranks give the same bits. V_c is a power of two.
+       With any number n of ranks the tokens are those of V_c ranks: rank r has those of the ranks r V_c / n to
+       (r + 1) V_c / n - 1, one after the other, also if n is 1. Keys and values are gathered, and whole_keys must be 0.
+       0: 1 */
+    int invariant;
 } mt_context_parallel_desc;
 
 /* Returns which token of a batch of whole sequences [batch, seq] is row `row` of context rank `rank` of `size` ranks:
@@ -158,7 +163,8 @@ typedef struct mt_context_parallel_desc {
        }
    Shift the targets of whole sequences, not those of a rank: the token after the last one of a chunk is on another
    rank. rank and size are cp_rank and cp_size of mt_grid. context NULL: all of its fields 0. It does not communicate.
-   Returns -1 if an argument is out of range, or if 2 * size (with `contiguous` size) does not divide seq. */
+   Returns -1 if an argument is out of range, if 2 * size (with `contiguous` size, and with `invariant` V_c instead of
+   size) does not divide seq, or if size does not divide V_c. */
 MT_API int64_t mt_context_parallel_token(const mt_context_parallel_desc *context, int rank, int size, int64_t batch,
                                          int64_t seq, int64_t row);
 
@@ -838,9 +844,9 @@ MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params);
    all-reduce each). Then it sums all gradients over the data group, with one all-reduce for each bucket. With a sharded
    optimizer it uses reduce-scatters over the data group: param->grad then holds the sum only in this rank's share of
    each bucket (see mt_gather_gradients).
-   In invariant mode, the sums over the tensor group are computed once for each micro-batch (in
-   mt_accumulate_gradients), and shared embeddings are summed last. All sums are all-reduces, even with a sharded
-   optimizer.
+   In invariant mode, the sums over the tensor and the context group are computed once for each micro-batch (in
+   mt_accumulate_gradients), those over the data group do not contain the context ranks, and shared embeddings are
+   summed last. All sums are all-reduces, even with a sharded optimizer.
    MT_ERR_SHAPE, in invariant mode: the number of micro-batches is not a power of two.
    MT_ERR_ARGUMENT: the gradients are synchronised or used already, or were never zeroed (see mt_params_zero_grad); in
    invariant mode, the last of several micro-batches was not accumulated. After another error, such as that of a
@@ -1451,13 +1457,20 @@ MT_API mt_tensor mt_tensor_reshape(mt_tensor t, int64_t rows, int64_t cols);
    the gradients, MT_F32; b has as many columns as a, or is mt_none(). rows is the number of rows on this rank. op(ctx,
    arg, first, count, a, b) must add the contribution of rows [first, first + count) to its own arguments a and b. By
    default op is called once, with all rows, and a and b are the gradients themselves. In invariant mode it is called
-   once for each virtual shard of the tokens, with scratch memory as a and b. In this mode, with V > 1, operators refuse
-   to sum into the gradient of a parameter that is MT_REPLICATED (MT_ERR_ARGUMENT): see docs/invariance.md.
+   once for each virtual shard of the tokens, with scratch memory as a and b; each virtual context rank has V of them.
+   In this mode, with V > 1, operators refuse to sum into the gradient of a parameter that is MT_REPLICATED
+   (MT_ERR_ARGUMENT), and with virtual context ranks into any gradient: see docs/invariance.md.
    MT_ERR_SHAPE, in invariant mode: V does not divide the tokens. */
 typedef mt_status (*mt_token_operator)(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor a,
                                        mt_tensor b);
 MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_token_operator op,
                                     const void *arg, int64_t rows, mt_tensor a, mt_tensor b);
+
+/* are 1: in the next calls the rows of tensors are not tokens but sequences, such as those of a pooler, or tokens that
+   every context rank has. In invariant mode virtual context ranks (mt_context_parallel_desc.invariant) do not divide
+   them. are 0: they are tokens of this context rank. Returns what it was, for the call that ends this. Does nothing,
+   and returns 0, if ctx is NULL or has no layers yet. */
+MT_API int mt_rows_are_sequences(mt_context *ctx, int are);
 
 /* Returns a view of the columns of t [tokens, local features] that belong to virtual shard number `shard` of this rank,
    see the chapter "invariant mode". shards is the number of virtual shards on this rank (mt_param.shards). When t.data
@@ -2000,12 +2013,15 @@ typedef struct mti_deferred {
 typedef struct mti_parallel {
     mt_parallel_options options;
     int trust_ids;
-    int hold;              /* 1 + the slot of mt_layers_hold_reduction; 0: none */
-    mt_hash_log *hash_log; /* NULL: off */
-    int64_t backwards;     /* backwards that mt_pipeline_run has begun in this context */
-    int64_t micro_batch;   /* number of the backward that mt_pipeline_run runs now; 0: none */
-    mt_params *registries; /* those whose parameters have memory */
-    mti_guard guard;       /* invariant mode */
+    int hold;               /* 1 + the slot of mt_layers_hold_reduction; 0: none */
+    mt_hash_log *hash_log;  /* NULL: off */
+    int64_t backwards;      /* backwards that mt_pipeline_run has begun in this context */
+    int64_t micro_batch;    /* number of the backward that mt_pipeline_run runs now; 0: none */
+    mt_params *registries;  /* those whose parameters have memory */
+    mti_guard guard;        /* invariant mode */
+    int context_ranks;      /* V_c in invariant mode, of the newest registry; 0: 1 */
+    int context_shards;     /* how many of these ranks this one is; 0: 1 */
+    int rows_are_sequences; /* see mt_rows_are_sequences */
     mti_deferred deferred;
 } mti_parallel;
 
@@ -2276,15 +2292,58 @@ static int mti_ring_halves(const mt_context_parallel_desc *context, int size) {
     return size == 1 || (context && context->contiguous) ? 1 : 2;
 }
 
+/* The chunks of each sequence that a context rank has, one after the other: `count` of `chunk` tokens. In invariant
+   mode they are those of `own` virtual ranks from `first` on. */
+typedef struct mti_cp_layout {
+    int first, own, ranks, halves, count; /* ranks: of all context ranks together; halves: chunks of a virtual rank */
+    int64_t chunk;
+} mti_cp_layout;
+
+/* rank must be less than size, which must divide context->invariant if that is not 0. */
+static mti_cp_layout mti_cp_layout_of(const mt_context_parallel_desc *context, int rank, int size, int64_t seq) {
+    mti_cp_layout l;
+    l.ranks = context && context->invariant > size ? context->invariant : size;
+    l.own = l.ranks / size;
+    l.first = rank * l.own;
+    l.halves = mti_ring_halves(context, l.ranks);
+    l.count = l.halves * l.own;
+    l.chunk = seq / l.halves / l.ranks;
+    return l;
+}
+
+/* Checks what the layout of `size` context ranks needs in invariant mode. */
+static mt_status mti_cp_layout_check(mt_context *ctx, const char *function, const mt_context_parallel_desc *context,
+                                     int size) {
+    const int ranks = context ? context->invariant : 0;
+    if (ranks == 0) return MT_SUCCESS;
+    if (ranks < 0 || ranks > 1024 || (ranks & (ranks - 1)))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: context.invariant is %d, must be 0 or a power of two up to 1024",
+                       function, ranks);
+    if (!mt_context_invariant(ctx))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: context.invariant is %d, must be 0 without mt_context_desc.invariant",
+                       function, ranks);
+    if (context->whole_keys && ranks > 1)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: context.whole_keys must be 0 with context.invariant %d", function,
+                       ranks);
+    if (ranks % size == 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE, "%s: %d virtual context ranks (context.invariant) cannot be split over %d",
+                   function, ranks, size);
+}
+
+/* The first token of chunk i of the rank in its sequence. */
+static int64_t mti_cp_layout_token(const mti_cp_layout *l, int i) {
+    const int64_t rank = l->first + i / l->halves;
+    return (i % l->halves ? 2 * (int64_t)l->ranks - 1 - rank : rank) * l->chunk;
+}
+
 MT_API int64_t mt_context_parallel_token(const mt_context_parallel_desc *context, int rank, int size, int64_t batch,
                                          int64_t seq, int64_t row) {
-    const int halves = mti_ring_halves(context, size);
-    int64_t chunk, of;
+    mti_cp_layout l;
     if (rank < 0 || rank >= size || batch < 1 || seq < 1 || seq > INT64_MAX / batch) return -1;
-    chunk = seq / halves / size;
-    if (chunk * halves * size != seq || row < 0 || row >= batch * halves * chunk) return -1;
-    of = row / chunk < batch ? rank : 2 * (int64_t)size - 1 - rank;
-    return row / chunk % batch * seq + of * chunk + row % chunk;
+    if (context && (context->invariant < 0 || context->invariant % size != 0)) return -1;
+    l = mti_cp_layout_of(context, rank, size, seq);
+    if (l.chunk * l.halves * l.ranks != seq || row < 0 || row >= batch * l.count * l.chunk) return -1;
+    return row / l.chunk % batch * seq + mti_cp_layout_token(&l, (int)(row / l.chunk / batch)) + row % l.chunk;
 }
 
 /* ---- invariant mode (src/parallel/invariant.c) ------------------------------------------------------------------- */
@@ -2411,6 +2470,71 @@ static mt_status mti_sum_over_shards(mt_context *ctx, mt_token_operator op, cons
     return MT_SUCCESS;
 }
 
+/* Whether virtual context ranks divide the rows of tensors. */
+static int mti_has_context_ranks(const mt_context *ctx) {
+    const mti_parallel *p = mti_parallel_of(ctx);
+    return p && p->context_ranks > 1 && !p->rows_are_sequences;
+}
+
+/* Returns how many virtual context ranks this rank is. */
+static int mti_context_shards(const mt_context *ctx) {
+    return mti_has_context_ranks(ctx) ? mti_parallel_of(ctx)->context_shards : 1;
+}
+
+/* Computes c = a op(b) + beta c, whose rows are tokens, for each virtual context rank alone: the bits of a row may
+   depend on the number of rows. beta is 0 or 1. */
+static mt_status mti_token_product(mt_context *ctx, mt_transpose trans_b, mt_tensor a, mt_tensor b, float beta,
+                                   mt_tensor c) {
+    const int shards = mti_context_shards(ctx), count = a.rows % shards == 0 ? shards : 1;
+    const int64_t rows = a.rows / count;
+    int i;
+    for (i = 0; i < count; i++)
+        MT_TRY(mti_gemm(ctx, MT_NO_TRANS, trans_b, mt_tensor_rows(a, i * rows, rows), b, beta,
+                        mt_tensor_rows(c, i * rows, rows)));
+    return MT_SUCCESS;
+}
+
+/* Adds to a and b what op adds for the rows of each virtual context rank, in the tree that the sum over context ranks
+   goes on with. All sums over the tokens of a rank that are not sums over its virtual shards use this function. */
+static mt_status mti_sum_over_context(mt_context *ctx, mt_token_operator op, const void *arg, int64_t rows, mt_tensor a,
+                                      mt_tensor b) {
+    const int shards = mti_context_shards(ctx);
+    if (!mti_has_context_ranks(ctx)) return op(ctx, arg, 0, rows, a, b);
+    return mti_sum_over_shards(ctx, op, arg, rows / shards, shards, a, b);
+}
+
+/* The mt_token_operator of mti_weight_product: adds dy^T x. */
+typedef struct mti_rows_product {
+    mt_tensor dy, x;
+} mti_rows_product;
+
+static mt_status mti_product_rows(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dw,
+                                  mt_tensor none) {
+    const mti_rows_product *p = (const mti_rows_product *)arg;
+    (void)none;
+    return mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, mt_tensor_rows(p->dy, first, count), mt_tensor_rows(p->x, first, count),
+                    1.0f, dw);
+}
+
+/* Computes dw = beta dw + dy^T x, a sum over the tokens of this rank. beta is 0 or 1. */
+static mt_status mti_weight_product(mt_context *ctx, mt_tensor dy, mt_tensor x, float beta, mt_tensor dw) {
+    mti_rows_product p;
+    if (!mti_has_context_ranks(ctx)) return mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, dy, x, beta, dw);
+    p.dy = dy;
+    p.x = x;
+    if (beta == 0.0f) MT_TRY(mt_fill(ctx, dw, 0.0f));
+    return mti_sum_over_context(ctx, mti_product_rows, &p, dy.rows, dw, mt_none());
+}
+
+MT_API int mt_rows_are_sequences(mt_context *ctx, int are) {
+    mti_parallel *p = ctx ? mti_parallel_of(ctx) : NULL;
+    int before;
+    if (!p) return 0;
+    before = p->rows_are_sequences;
+    p->rows_are_sequences = are != 0;
+    return before;
+}
+
 MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_token_operator op,
                                     const void *arg, int64_t rows, mt_tensor a, mt_tensor b) {
     int shards;
@@ -2418,16 +2542,18 @@ MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_p
     if (!op) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_sum_over_tokens: op is NULL");
     if (!mt_context_invariant(ctx)) return op(ctx, arg, 0, rows, a, b);
     MT_TRY(mt_check_tokens(ctx, "mt_sum_over_tokens", mt_sequence_tokens(tp, sequence_parallel, rows)));
-    shards = sequence_parallel ? mti_shards(ctx, tp) : mt_context_invariant(ctx);
+    shards = (sequence_parallel ? mti_shards(ctx, tp) : mt_context_invariant(ctx)) * mti_context_shards(ctx);
     return mti_sum_over_shards(ctx, op, arg, rows / shards, shards, a, b);
 }
 
 MT_API mt_status mt_check_tokens(mt_context *ctx, const char *function, int64_t tokens) {
+    int shards;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!mt_context_invariant(ctx) || tokens % mt_context_invariant(ctx) == 0) return MT_SUCCESS;
+    shards = mt_context_invariant(ctx) * mti_context_shards(ctx);
+    if (shards == 0 || tokens % shards == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_SHAPE,
                    "%s: %lld tokens cannot be split into %d virtual shards (mt_context_desc.invariant)", function,
-                   (long long)tokens, mt_context_invariant(ctx));
+                   (long long)tokens, shards);
 }
 
 MT_API int64_t mt_invariant_micro_batch(int data_shards, int64_t sequences) {
@@ -2628,11 +2754,11 @@ MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_param
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_create: %s", out ? "the grid was not created" : "out is NULL");
     *out = NULL;
     MT_TRY(mti_expect_shards(ctx, "mt_params_create", grid->tp));
-    if (mt_context_invariant(ctx) && mt_context_invariant_data(ctx) % mt_comm_size(grid->dp_cp) != 0)
+    if (mt_context_invariant(ctx) && mt_context_invariant_data(ctx) % grid->dp_size != 0)
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "mt_params_create: %d virtual data shards (mt_context_desc.invariant_data) cannot "
                        "be split over %d data ranks",
-                       mt_context_invariant_data(ctx), mt_comm_size(grid->dp_cp));
+                       mt_context_invariant_data(ctx), grid->dp_size);
     MT_TRY(mti_parallel_open(ctx, &options));
     MT_TRY(mt_gemm_prepare(ctx));
     MT_TRY(mti_host_new(ctx, sizeof **out, &memory));
@@ -3214,7 +3340,7 @@ static mt_status mti_params_alloc(mt_context *ctx, mt_params *params) {
     size_t bytes = mti_grads_bytes(params), more;
     void *values = NULL, *grads = NULL, *subtrees = NULL, *room = NULL;
     mt_status status = MT_SUCCESS;
-    while (mt_comm_size(params->grid->dp_cp) << params->levels < mt_context_invariant_data(ctx)) params->levels++;
+    while (params->grid->dp_size << params->levels < mt_context_invariant_data(ctx)) params->levels++;
     more = (size_t)(params->gradients * params->levels) * sizeof(float);
     if (own_values) status = mt_context_alloc(ctx, mti_params_bytes(params, params->elements), &values);
     params->values = values;
@@ -3290,14 +3416,17 @@ static int mti_is_in_shard(const mt_context *ctx, const mt_param *p, mt_tensor g
 /* A gradient that the check knows, of a parameter or of the program. */
 typedef struct mti_guarded {
     const char *name;
-    const mt_param *param; /* NULL: every tensor rank has the gradient whole */
+    const mt_param *param; /* NULL: every sum over tokens depends on the split */
+    const char *why;       /* then: "every tensor rank has whole", for instance */
     mt_tensor grad;
 } mti_guarded;
 
-static mti_guarded mti_guarded_make(const char *name, const mt_param *p, mt_tensor grad) {
+static mti_guarded mti_guarded_make(const mt_context *ctx, const char *name, const mt_param *p, mt_tensor grad) {
+    const int parts = mti_has_context_ranks(ctx);
     mti_guarded g;
     g.name = name;
-    g.param = p && p->desc.placement != MT_REPLICATED ? p : NULL;
+    g.param = p && p->desc.placement != MT_REPLICATED && !parts ? p : NULL;
+    g.why = !parts ? "every tensor rank has whole" : "context ranks have parts of";
     g.grad = grad;
     return g;
 }
@@ -3314,11 +3443,11 @@ static int mti_guarded_find(const mt_context *ctx, mt_tensor t, mti_guarded *out
             const mt_param *p = params->list[i];
             const int is_grad = mti_is_in_gradient(ctx, t, p->grad);
             if (!is_grad && !mti_is_in_gradient(ctx, t, p->lookup_grad)) continue;
-            *out = mti_guarded_make(p->name, p, is_grad ? p->grad : p->lookup_grad);
+            *out = mti_guarded_make(ctx, p->name, p, is_grad ? p->grad : p->lookup_grad);
             return 1;
         }
     for (own = guard->own; own && !mti_is_in_gradient(ctx, t, own->grad); own = own->next) continue;
-    if (own) *out = mti_guarded_make(own->name, NULL, own->grad);
+    if (own) *out = mti_guarded_make(ctx, own->name, NULL, own->grad);
     return own != NULL;
 }
 
@@ -3338,11 +3467,11 @@ static int mti_adds_up(const mt_arg *args, int count, mt_tensor sum) {
 static mt_status mti_gradient_sum_check(mt_context *ctx, const char *where, const mt_arg *arg, const mti_guarded *g) {
     const mt_param *p = g->param;
     if (!p)
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: %s is in the gradient of '%s', which every tensor rank has whole; in invariant mode call "
-                       "%s in the function of mt_sum_over_tokens, with the memory that it gets, because otherwise the "
-                       "bits depend on the split",
-                       where, arg->name, g->name, where);
+        return mt_fail(
+            ctx, MT_ERR_ARGUMENT,
+            "%s: %s is in the gradient of '%s', which %s; in invariant mode call %s in the function of "
+            "mt_sum_over_tokens, with the memory that it gets, because otherwise the bits depend on the split",
+            where, arg->name, g->name, g->why, where);
     /* the columns of a matrix are stored shard by shard, so only a shard is a matrix */
     if (!(arg->use & MT_ARG_PRODUCT) && (p->desc.placement != MT_SPLIT_COLS || p->desc.rows == 1)) return MT_SUCCESS;
     if (mti_is_in_shard(ctx, p, g->grad, *arg->view)) return MT_SUCCESS;
@@ -3422,10 +3551,10 @@ static mt_status mti_gradient_move_check(mt_context *ctx, const char *where, con
     const mt_param *p = g->param;
     if (!p)
         return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: %s is in the gradient of '%s', which every tensor rank has whole, and %s has a sum of %s "
-                       "over rows; in invariant mode call %s in the function of mt_sum_over_tokens, because otherwise "
-                       "the bits depend on the split",
-                       where, out->name, g->name, moved->name, s->where, s->where);
+                       "%s: %s is in the gradient of '%s', which %s, and %s has a sum of %s over rows; in invariant "
+                       "mode call %s in the function of mt_sum_over_tokens, because otherwise the bits depend on the "
+                       "split",
+                       where, out->name, g->name, g->why, moved->name, s->where, s->where);
     if (s->product * (size_t)p->shards <= (size_t)(g->grad.rows * g->grad.cols) * sizeof(float)) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT,
                    "%s: %s is in the gradient of '%s', and %s has a product of %s that is larger than one of its %d "
@@ -3497,8 +3626,8 @@ static mt_status mti_guarded_sum_check(mt_context *ctx, const char *where, const
 static mt_status mti_guard_open(mt_context *ctx, mti_guard **out) {
     mti_parallel *p;
     *out = NULL;
-    if (mt_context_invariant(ctx) < 2) return MT_SUCCESS;
     MT_TRY(mti_parallel_open(ctx, &p));
+    if (mt_context_invariant(ctx) < 2 && p->context_ranks < 2) return MT_SUCCESS;
     MT_TRY(mt_set_sum_check(ctx, mti_guarded_sum_check));
     mt_context_set_forget(ctx, mti_guard_forget);
     *out = &p->guard;
@@ -3604,9 +3733,27 @@ static mt_status mti_replicas_check(mt_context *ctx, const mt_params *params, co
 
 static mt_status mti_params_squares(mt_context *ctx, mt_params *params); /* sync.c */
 
+/* Notes the virtual context ranks of the registry's grid, in invariant mode, and how many of them this rank is. */
+static mt_status mti_context_ranks_set(mt_context *ctx, const mt_params *params) {
+    static const char *const function = "mt_params_init";
+    const int size = params->grid->cp_size;
+    mti_parallel *p;
+    MT_TRY(mti_parallel_open(ctx, &p));
+    MT_TRY(mti_cp_layout_check(ctx, function, &p->options.context, size));
+    if (mt_context_invariant(ctx) && p->options.context.invariant == 0 && size > 1)
+        return mt_fail(
+            ctx, MT_ERR_SHAPE,
+            "%s: 1 virtual context rank (mt_parallel_options.context.invariant is 0) cannot be split over %d", function,
+            size);
+    p->context_ranks = p->options.context.invariant;
+    p->context_shards = p->context_ranks / size;
+    return MT_SUCCESS;
+}
+
 static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
     int64_t elements;
     mt_status status;
+    MT_TRY(mti_context_ranks_set(ctx, params));
     MT_TRY(mti_params_sum(ctx, params, &elements));
     mti_params_cut(params, &elements);
     params->elements = elements;
@@ -4771,6 +4918,7 @@ MT_API void mt_hash_log_tokens(mt_context *ctx, int64_t first_token) {
     mt_hash_log *log = mti_hash_log_of(ctx);
     if (!log) return;
     log->first_token = first_token > 0 ? first_token : 0;
+    memset(&log->rows, 0, sizeof log->rows);
     log->rows.size = 1;
 }
 
@@ -4791,10 +4939,10 @@ MT_API void mt_hash_log_parts(mt_context *ctx, const mt_comm *cp, const mt_conte
 static int64_t mti_log_run(const mti_log_rows *r, int64_t row, int64_t end, int64_t *token) {
     int64_t chunk;
     *token = row;
-    if (r->size <= 1) return end - row;
+    if (r->size <= 1 && r->context.invariant <= 1) return end - row;
     *token = mt_context_parallel_token(&r->context, r->rank, r->size, r->sequences, r->seq, row);
     if (*token < 0) return end - row;
-    chunk = r->seq / r->size / mti_ring_halves(&r->context, r->size);
+    chunk = mti_cp_layout_of(&r->context, r->rank, r->size, r->seq).chunk;
     return mt_min(end - row, chunk - row % chunk);
 }
 
@@ -5037,8 +5185,7 @@ static mt_status mti_row_weight_gradient(mt_context *ctx, const mt_param *w, mt_
     int s;
     mti_gradient_added(w);
     for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, dy, mt_shard_cols(x, s, w->shards), beta,
-                        mti_param_shard(w, w->grad, s)));
+        MT_TRY(mti_weight_product(ctx, dy, mt_shard_cols(x, s, w->shards), beta, mti_param_shard(w, w->grad, s)));
     mti_gradient_written(w);
     return MT_SUCCESS;
 }
@@ -5617,8 +5764,8 @@ static mt_status mti_column_product(mt_context *ctx, const mt_parallel_linear *n
         return mt_linear_forward(ctx, x, w->value, mti_own_bias(n) ? mti_own_bias(n)->value : mt_none(), y);
     MT_TRY(mt_invariant_input(ctx, x, &x)); /* one copy for all shards */
     for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_TRANS, x, mti_param_shard(w, w->value, s), 0.0f,
-                        mt_shard_cols(y, s, w->shards)));
+        MT_TRY(
+            mti_token_product(ctx, MT_TRANS, x, mti_param_shard(w, w->value, s), 0.0f, mt_shard_cols(y, s, w->shards)));
     return mti_own_bias(n) ? mti_column_bias(ctx, mti_own_bias(n), y, mt_bias_forward, 0) : MT_SUCCESS;
 }
 
@@ -5639,8 +5786,8 @@ static mt_status mti_partial_leaf(mt_context *ctx, const void *arg, int shard, m
     for (i = 0; i < p->layers->count; i++) {
         const mt_param *w = p->layers->list[i].weight;
         mt_tensor x = p->of ? mti_chunk(p->of, p->x[i], p->chunk) : p->x[i];
-        MT_TRY(mti_gemm(ctx, MT_NO_TRANS, p->trans, mt_shard_cols(x, shard, w->shards),
-                        mti_param_shard(w, w->value, shard), i == 0 ? 0.0f : 1.0f, out));
+        MT_TRY(mti_token_product(ctx, p->trans, mt_shard_cols(x, shard, w->shards), mti_param_shard(w, w->value, shard),
+                                 i == 0 ? 0.0f : 1.0f, out));
     }
     return MT_SUCCESS;
 }
@@ -5777,6 +5924,18 @@ MT_API mt_status mt_parallel_linear_forward_shared(mt_context *ctx, const mt_par
 
 /* -- backward -- */
 
+/* The mt_token_operator for a bias: arg points to dy, and dbias += the sum of some rows of dy. */
+static mt_status mti_row_bias_gradient(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dbias,
+                                       mt_tensor none) {
+    (void)none;
+    return mt_bias_backward(ctx, mt_tensor_rows(*(const mt_tensor *)arg, first, count), dbias);
+}
+
+/* As mt_bias_backward, in the order of sums over context ranks. */
+static mt_status mti_bias_rows_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias) {
+    return mti_sum_over_context(ctx, mti_row_bias_gradient, &dy, dy.rows, dbias, mt_none());
+}
+
 /* Computes dW += dy^T x with dy [tokens, local features] (mti_gradient_beta), and adds to the gradient of the bias. */
 static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_parallel_linear *n, mt_tensor dy, mt_tensor x) {
     const mt_param *w = n->weight;
@@ -5789,11 +5948,10 @@ static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_parallel_l
         mti_gradient_written(w);
         return MT_SUCCESS;
     }
-    if (mti_own_bias(n)) MT_TRY(mti_column_bias(ctx, mti_own_bias(n), dy, mt_bias_backward, 1));
+    if (mti_own_bias(n)) MT_TRY(mti_column_bias(ctx, mti_own_bias(n), dy, mti_bias_rows_backward, 1));
     MT_TRY(mt_invariant_input(ctx, x, &x));
     for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, mt_shard_cols(dy, s, w->shards), x, beta,
-                        mti_param_shard(w, w->grad, s)));
+        MT_TRY(mti_weight_product(ctx, mt_shard_cols(dy, s, w->shards), x, beta, mti_param_shard(w, w->grad, s)));
     mti_gradient_written(w);
     return MT_SUCCESS;
 }
@@ -5849,18 +6007,11 @@ static mt_status mti_row_input_gradient(mt_context *ctx, const mt_parallel_linea
     if (act) return mt_linear_activation_backward(ctx, act->kind, dy, w->value, h, dx, act->dbias);
     if (add) MT_TRY(mt_arena_tensor(ctx, dx.dtype, dx.rows, dx.cols, &part));
     for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, dy, mti_param_shard(w, w->value, s), 0.0f,
-                        mt_shard_cols(part, s, w->shards)));
+        MT_TRY(mti_token_product(ctx, MT_NO_TRANS, dy, mti_param_shard(w, w->value, s), 0.0f,
+                                 mt_shard_cols(part, s, w->shards)));
     if (add) MT_TRY(mt_add(ctx, dx, part, dx));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
-}
-
-/* The mt_token_operator for a bias: arg points to dy, and dbias += the sum of some rows of dy. */
-static mt_status mti_row_bias_gradient(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dbias,
-                                       mt_tensor none) {
-    (void)none;
-    return mt_bias_backward(ctx, mt_tensor_rows(*(const mt_tensor *)arg, first, count), dbias);
 }
 
 /* Adds to the gradients of the biases that the layers add themselves. */
@@ -6050,6 +6201,20 @@ MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt
     return MT_SUCCESS;
 }
 
+/* The mt_token_operator of an activation's backward. */
+typedef struct mti_activation_rows {
+    mt_activation kind;
+    mt_tensor h, dy, dh;
+} mti_activation_rows;
+
+static mt_status mti_activation_of_rows(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dbias,
+                                        mt_tensor none) {
+    const mti_activation_rows *r = (const mti_activation_rows *)arg;
+    (void)none;
+    return mt_activation_backward(ctx, r->kind, mt_tensor_rows(r->h, first, count), mt_tensor_rows(r->dy, first, count),
+                                  mt_tensor_rows(r->dh, first, count), dbias);
+}
+
 MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_parallel_linear *layer,
                                                         mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh) {
     static const char *const function = "mt_column_parallel_activation_backward";
@@ -6061,9 +6226,17 @@ MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const m
     if (mti_left_bias(layer)) mti_gradient_added(layer->bias);
     dbias = mti_left_tensor(layer, 1);
     shards = mti_activation_shards(layer);
-    for (s = 0; s < shards; s++)
-        MT_TRY(mt_activation_backward(ctx, kind, mt_shard_cols(h, s, shards), mt_shard_cols(dy, s, shards),
-                                      mt_shard_cols(dh, s, shards), mt_shard_cols(dbias, s, shards)));
+    for (s = 0; s < shards; s++) {
+        mti_activation_rows rows;
+        rows.kind = kind;
+        rows.h = mt_shard_cols(h, s, shards);
+        rows.dy = mt_shard_cols(dy, s, shards);
+        rows.dh = mt_shard_cols(dh, s, shards);
+        if (dbias.data)
+            MT_TRY(mti_sum_over_context(ctx, mti_activation_of_rows, &rows, h.rows, mt_shard_cols(dbias, s, shards),
+                                        mt_none()));
+        else MT_TRY(mti_activation_of_rows(ctx, &rows, 0, h.rows, mt_none(), mt_none()));
+    }
     return MT_SUCCESS;
 }
 
@@ -6351,6 +6524,7 @@ MT_API mt_status mt_norm_layer_forward(mt_context *ctx, const mt_norm_layer *lay
 typedef struct mti_norm_call {
     const mt_norm_layer *layer;
     mt_tensor x, stats, dy, dresidual, dx;
+    int64_t first, rows; /* of a norm per head: some rows of x */
 } mti_norm_call;
 
 /* Returns the view of `rows` rows of t, every step-th from row `first` on, and of `cols` columns from column `col`
@@ -6391,7 +6565,36 @@ static mt_status mti_norm_shard(mt_context *ctx, const void *arg, int64_t shard,
     int64_t groups = c->layer->local_groups, each = groups / mti_shards(ctx, c->layer->tp), i;
     (void)one;
     for (i = 0; i < each; i++)
-        MT_TRY(mti_norm_heads(ctx, c, shard * each + i, groups, c->x.rows / groups, dgain, dbias));
+        MT_TRY(mti_norm_heads(ctx, c, c->first + shard * each + i, groups, c->rows / groups, dgain, dbias));
+    return MT_SUCCESS;
+}
+
+/* With virtual context ranks, the sum over the heads of all tensor ranks comes first for each of them. Tensor rank 0
+   then has the sum, and the others add nothing to it. */
+static mt_status mti_norm_context(mt_context *ctx, const mti_norm_call *c, mt_tensor dgain, mt_tensor dbias) {
+    const int ranks = mti_context_shards(ctx), shards = mti_shards(ctx, c->layer->tp), sums = dbias.data ? 2 : 1;
+    const size_t mark = mt_arena_mark(ctx);
+    mt_tensor all;
+    int i;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, ranks, sums * dgain.cols, &all));
+    MT_TRY(mt_fill(ctx, all, 0.0f));
+    for (i = 0; i < ranks; i++) {
+        const mt_tensor to = mt_tensor_rows(all, i, 1);
+        mti_norm_call part = *c;
+        part.first = i * (c->x.rows / ranks);
+        part.rows = c->x.rows / ranks;
+        MT_TRY(mti_sum_over_shards(ctx, mti_norm_shard, &part, 1, shards, mt_tensor_cols(to, 0, dgain.cols),
+                                   dbias.data ? mt_tensor_cols(to, dgain.cols, dgain.cols) : dbias));
+    }
+    MT_TRY(mt_all_reduce(ctx, c->layer->tp, all.data, all.data, (size_t)(ranks * sums * dgain.cols), MT_F32, MT_SUM));
+    MT_TRY(mt_tree_sum(ctx, all));
+    all = mt_tensor_rows(all, 0, 1);
+    for (i = 0; i < sums && mt_comm_rank(c->layer->tp) == 0; i++) {
+        const mt_tensor to = i ? dbias : dgain, sum = mt_tensor_cols(all, i * to.cols, to.cols);
+        MT_TRY(mt_check_view(ctx, c->layer->tp, sum, MT_PARTIAL)); /* of the ranks, one has a term */
+        MT_TRY(mt_check_view_end(ctx, mt_add(ctx, to, sum, to)));
+    }
+    mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
 
@@ -6399,6 +6602,7 @@ static mt_status mti_norm_shard(mt_context *ctx, const void *arg, int64_t shard,
    shards of the heads. */
 static mt_status mti_norm_groups(mt_context *ctx, const mti_norm_call *c, mt_tensor dgain, mt_tensor dbias) {
     if (!mt_context_invariant(ctx)) return mti_norm_heads(ctx, c, 0, 1, c->x.rows, dgain, dbias);
+    if (mti_has_context_ranks(ctx)) return mti_norm_context(ctx, c, dgain, dbias);
     return mti_sum_over_shards(ctx, mti_norm_shard, c, 1, mti_shards(ctx, c->layer->tp), dgain, dbias);
 }
 
@@ -6420,6 +6624,8 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
     if (layer->desc.groups == 0)
         MT_TRY(mt_check_tokens(ctx, function, mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, dy.rows)));
     call.layer = layer;
+    call.first = 0;
+    call.rows = saved->x.rows;
     call.x = saved->x;
     call.stats = saved->stats;
     call.dy = dy;
@@ -6499,6 +6705,32 @@ MT_API mt_status mt_vocab_parallel_embedding_forward(mt_context *ctx, const mt_v
     return status;
 }
 
+/* The mt_token_operator of mti_embedding_add. */
+typedef struct mti_lookup {
+    int64_t first_row;
+    const int32_t *ids;
+    mt_tensor dy;
+} mti_lookup;
+
+static mt_status mti_lookup_rows(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dtable,
+                                 mt_tensor none) {
+    const mti_lookup *l = (const mti_lookup *)arg;
+    (void)none;
+    return mt_embedding_backward(ctx, mt_tensor_rows(l->dy, first, count), l->first_row, l->ids + first, dtable);
+}
+
+/* Adds the rows of dy to those of the gradient of the table. */
+static mt_status mti_embedding_add(mt_context *ctx, const mt_vocab_parallel_embedding *layer, const int32_t *ids,
+                                   mt_tensor dy) {
+    mti_lookup l;
+    l.first_row = layer->first_row;
+    l.ids = ids;
+    l.dy = dy;
+    return mti_sum_over_context(ctx, mti_lookup_rows, &l, dy.rows,
+                                layer->weight->lookup_grad.data ? layer->weight->lookup_grad : layer->weight->grad,
+                                mt_none());
+}
+
 MT_API mt_status mt_vocab_parallel_embedding_backward(mt_context *ctx, const mt_vocab_parallel_embedding *layer,
                                                       const int32_t *ids, int64_t tokens, mt_tensor dy) {
     size_t mark;
@@ -6511,10 +6743,7 @@ MT_API mt_status mt_vocab_parallel_embedding_backward(mt_context *ctx, const mt_
     mark = mt_arena_mark(ctx);
     status = mt_gather_tokens(ctx, layer->tp, layer->desc.sequence_parallel, dy, &all);
     if (status == MT_SUCCESS) mti_gradient_added(layer->weight);
-    if (status == MT_SUCCESS)
-        status =
-            mt_embedding_backward(ctx, all, layer->first_row, ids,
-                                  layer->weight->lookup_grad.data ? layer->weight->lookup_grad : layer->weight->grad);
+    if (status == MT_SUCCESS) status = mti_embedding_add(ctx, layer, ids, all);
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -6666,12 +6895,13 @@ typedef struct mti_ring {
     mt_comm *cp;
     mt_attention_desc s; /* of whole sequences; kv_seq is set */
     mt_cp_comm_type type;
-    int halves, key_halves, rank, size;                      /* key_halves: of keys and values */
-    int whole_keys;                                          /* each rank has all keys, in one half */
-    int64_t queries, keys;                                   /* of a sequence in a half */
-    int64_t rows, key_rows;                                  /* of a half */
-    mt_tensor q, lse, out, dout;                             /* of the rank */
-    mt_tensor dq;                                            /* in MT_F32: the sum so far */
+    int halves, key_halves, rank, size; /* key_halves: of keys and values */
+    int own;                            /* virtual ranks from `rank` on; without invariant mode 1 */
+    int whole_keys;                     /* each rank has all keys, in one half */
+    int64_t queries, keys;              /* of a sequence in a half */
+    int64_t rows, key_rows;             /* of a half */
+    mt_tensor q, lse, out, dout;        /* of the rank */
+    mt_tensor dq;                       /* in MT_F32: the sum so far */
     mt_tensor part_out, part_lse, part_dq, part_dk, part_dv; /* of a call, for a half */
     int has[2];                                              /* forward: the half has results for some keys */
 } mti_ring;
@@ -6763,6 +6993,19 @@ static mt_status mti_ring_block(mti_ring *r, int owner, mt_tensor kv, mt_tensor 
     return MT_SUCCESS;
 }
 
+/* Where no query of a half sees a key: out, lse, and in backward dq. */
+static mt_status mti_ring_rest(const mti_ring *r) {
+    int half;
+    for (half = 0; half < r->halves; half++) {
+        if (r->has[half]) continue;
+        if (r->dq.data) MT_TRY(mt_fill(r->ctx, mti_half(r->dq, half, r->rows), 0.0f));
+        if (r->dq.data) continue;
+        MT_TRY(mt_fill(r->ctx, mti_half(r->out, half, r->rows), 0.0f));
+        MT_TRY(mt_fill(r->ctx, mti_half_cols(r->lse, half, r->rows), -(float)INFINITY));
+    }
+    return MT_SUCCESS;
+}
+
 /* Half a ring step, in the second stream: sends x to the next rank and receives y from the one before. */
 static mt_status mti_ring_pass(mti_ring *r, mt_tensor x, mt_tensor y, int ticket) {
     const size_t count = (size_t)(x.rows * x.cols);
@@ -6772,10 +7015,27 @@ static mt_status mti_ring_pass(mti_ring *r, mt_tensor x, mt_tensor y, int ticket
                                        (r->rank + r->size - 1) % r->size, x.dtype));
 }
 
-/* Copies the keys and values of this rank to kv. */
+/* Copies the keys and values of this rank to kv: those of a virtual rank, first the keys and then the values, after
+   those of another. */
 static mt_status mti_ring_pack(mti_ring *r, mt_tensor k, mt_tensor v, mt_tensor kv) {
-    MT_TRY(mt_copy(r->ctx, k, mt_tensor_rows(kv, 0, k.rows)));
-    return mt_copy(r->ctx, v, mt_tensor_rows(kv, k.rows, k.rows));
+    const int64_t rows = k.rows / r->own;
+    int i;
+    for (i = 0; i < r->own; i++) {
+        MT_TRY(mt_copy(r->ctx, mti_half(k, i, rows), mti_half(kv, 2 * i, rows)));
+        MT_TRY(mt_copy(r->ctx, mti_half(v, i, rows), mti_half(kv, 2 * i + 1, rows)));
+    }
+    return MT_SUCCESS;
+}
+
+/* The same from dkv to the gradients. */
+static mt_status mti_ring_unpack(mti_ring *r, mt_tensor dkv, mt_tensor dk, mt_tensor dv) {
+    const int64_t rows = dk.rows / r->own;
+    int i;
+    for (i = 0; i < r->own; i++) {
+        MT_TRY(mt_convert(r->ctx, mti_half(dkv, 2 * i, rows), mti_half(dk, i, rows)));
+        MT_TRY(mt_convert(r->ctx, mti_half(dkv, 2 * i + 1, rows), mti_half(dv, i, rows)));
+    }
+    return MT_SUCCESS;
 }
 
 /* In step i a rank has the keys of the rank i places before it. Backward: the gradients of keys travel one step behind
@@ -6799,32 +7059,76 @@ static mt_status mti_ring_steps(mti_ring *r, mt_tensor k, mt_tensor v, mt_tensor
         MT_TRY(mt_overlap_wait(r->ctx, 1));
         MT_TRY(mt_add(r->ctx, dkv[now], own, dkv[now]));
     }
+    MT_TRY(mti_ring_rest(r));
     if (!backward) return MT_SUCCESS;
     if (r->size > 1) MT_TRY(mti_ring_pass(r, dkv[1 - r->size % 2], own, 1));
     MT_TRY(mt_overlap_wait(r->ctx, 1));
-    if (r->size == 1) own = dkv[0];
-    MT_TRY(mt_convert(r->ctx, mt_tensor_rows(own, 0, k.rows), dk));
-    return mt_convert(r->ctx, mt_tensor_rows(own, k.rows, k.rows), dv);
+    return mti_ring_unpack(r, r->size == 1 ? dkv[0] : own, dk, dv);
+}
+
+/* -- the keys and values of all ranks -- */
+
+/* The rows of virtual rank number i of this rank. */
+static mt_tensor mti_ring_own(const mti_ring *r, mt_tensor t, int i) {
+    return t.data ? mti_half(t, i, r->halves * r->rows) : t;
+}
+
+static mt_tensor mti_ring_own_cols(const mti_ring *r, mt_tensor t, int i) {
+    return mti_half_cols(t, i, r->halves * r->rows);
+}
+
+/* The call of virtual rank number i of this rank. */
+static mti_ring mti_ring_of(const mti_ring *r, int i) {
+    mti_ring one = *r;
+    one.rank += i;
+    one.own = 1;
+    one.q = mti_ring_own(r, r->q, i);
+    one.out = mti_ring_own(r, r->out, i);
+    one.dout = mti_ring_own(r, r->dout, i);
+    one.dq = mti_ring_own(r, r->dq, i);
+    one.lse = mti_ring_own_cols(r, r->lse, i);
+    return one;
+}
+
+/* The argument of mti_ring_leaf. */
+typedef struct mti_ring_all {
+    const mti_ring *r;
+    mt_tensor kv; /* of all virtual ranks, one after the other */
+} mti_ring_all;
+
+/* The mti_leaf of a call: computes for virtual rank number i of this rank. Backward: dkv [of the shape of all keys and
+   values, in MT_F32] becomes their gradients by its queries. */
+static mt_status mti_ring_leaf(mt_context *ctx, const void *arg, int i, mt_tensor dkv) {
+    const mti_ring_all *all = (const mti_ring_all *)arg;
+    const int64_t rows = 2 * all->r->key_halves * all->r->key_rows;
+    mti_ring one = mti_ring_of(all->r, i);
+    int owner;
+    (void)ctx;
+    for (owner = 0; owner < one.size; owner++)
+        MT_TRY(
+            mti_ring_block(&one, owner, mti_half(all->kv, owner, rows), dkv.data ? mti_half(dkv, owner, rows) : dkv));
+    return mti_ring_rest(&one);
 }
 
 /* The keys and values of all ranks, one rank after the other. The gradients of all of them are summed at once. */
 static mt_status mti_ring_gathered(mti_ring *r, mt_tensor k, mt_tensor v, mt_tensor dk, mt_tensor dv) {
-    mt_tensor kv, all, dkv = mt_none(), dall = mt_none();
-    const int64_t rows = 2 * k.rows;
+    const int64_t rows = 2 * k.rows, of_all = rows * mt_comm_size(r->cp);
     const size_t count = (size_t)(rows * k.cols);
+    mt_tensor kv, dkv, dall;
+    mti_ring_all all;
     int i;
+    all.r = r;
     MT_TRY(mt_arena_tensor(r->ctx, k.dtype, rows, k.cols, &kv));
-    MT_TRY(mt_arena_tensor(r->ctx, k.dtype, r->size * rows, k.cols, &all));
-    if (dk.data) MT_TRY(mt_arena_tensor(r->ctx, MT_F32, rows, k.cols, &dkv));
-    if (dk.data) MT_TRY(mt_arena_tensor(r->ctx, MT_F32, r->size * rows, k.cols, &dall));
+    MT_TRY(mt_arena_tensor(r->ctx, k.dtype, of_all, k.cols, &all.kv));
     MT_TRY(mti_ring_pack(r, k, v, kv));
-    MT_TRY(mt_all_gather(r->ctx, r->cp, kv.data, all.data, count, k.dtype));
-    for (i = 0; i < r->size; i++)
-        MT_TRY(mti_ring_block(r, i, mti_half(all, i, rows), dk.data ? mti_half(dall, i, rows) : dall));
+    MT_TRY(mt_all_gather(r->ctx, r->cp, kv.data, all.kv.data, count, k.dtype));
+    for (i = 0; i < r->own && !dk.data; i++) MT_TRY(mti_ring_leaf(r->ctx, &all, i, mt_none()));
     if (!dk.data) return MT_SUCCESS;
+    MT_TRY(mt_arena_tensor(r->ctx, MT_F32, rows, k.cols, &dkv));
+    MT_TRY(mt_arena_tensor(r->ctx, MT_F32, of_all, k.cols, &dall));
+    MT_TRY(mti_shard_tree(r->ctx, mti_ring_leaf, &all, 0, r->own, dall));
     MT_TRY(mt_reduce_scatter(r->ctx, r->cp, dall.data, dkv.data, count, MT_F32, MT_SUM));
-    MT_TRY(mt_convert(r->ctx, mt_tensor_rows(dkv, 0, k.rows), dk));
-    return mt_convert(r->ctx, mt_tensor_rows(dkv, k.rows, k.rows), dv);
+    return mti_ring_unpack(r, dkv, dk, dv);
 }
 
 /* Each rank has all keys and values: nothing travels. */
@@ -6834,6 +7138,7 @@ static mt_status mti_ring_local(mti_ring *r, mt_tensor k, mt_tensor v, mt_tensor
     if (dk.data && dk.dtype != MT_F32) MT_TRY(mt_arena_tensor(r->ctx, MT_F32, dk.rows, dk.cols, &sum[0]));
     if (dv.data && dv.dtype != MT_F32) MT_TRY(mt_arena_tensor(r->ctx, MT_F32, dv.rows, dv.cols, &sum[1]));
     MT_TRY(mti_ring_half(r, 0, 0, k, v, sum[0], sum[1]));
+    MT_TRY(mti_ring_rest(r));
     if (!dk.data || dk.dtype == MT_F32) return MT_SUCCESS;
     MT_TRY(mt_convert(r->ctx, sum[0], dk));
     return mt_convert(r->ctx, sum[1], dv);
@@ -7000,8 +7305,8 @@ static mt_status mti_heads_backward(mti_ring *r, mt_tensor k, mt_tensor v, mt_te
 
 /* How a call communicates, with the default resolved. */
 static mt_cp_comm_type mti_ring_type(const mti_ring *r, const mt_context_parallel_desc *context) {
-    if (context && context->comm_type && !context->whole_keys) return context->comm_type;
-    return mt_context_invariant(r->ctx) ? MT_CP_ALL_GATHER : MT_CP_P2P;
+    if (mt_context_invariant(r->ctx)) return MT_CP_ALL_GATHER;
+    return context && context->comm_type && !context->whole_keys ? context->comm_type : MT_CP_P2P;
 }
 
 /* Divides a sequence of `seq` tokens among the ranks. */
@@ -7027,6 +7332,16 @@ static mt_status mti_ring_sizes(mti_ring *r, const char *function) {
                    (long long)r->s.groups, (long long)r->s.heads_per_group, r->size);
 }
 
+/* Notes which ranks there are, and which of them are on this one. */
+static void mti_ring_place(mti_ring *r, const mt_context_parallel_desc *context) {
+    const mti_cp_layout l = mti_cp_layout_of(context, mt_comm_rank(r->cp), mt_comm_size(r->cp), r->s.seq);
+    r->rank = l.first;
+    r->own = l.own;
+    r->size = l.ranks;
+    r->halves = l.halves;
+    r->key_halves = r->whole_keys ? 1 : l.halves;
+}
+
 /* Checks a call, and notes its sizes in *r. */
 static mt_status mti_ring_open(mt_context *ctx, const char *function, mt_comm *cp,
                                const mt_context_parallel_desc *context, const mt_attention_desc *desc, mti_ring *r) {
@@ -7043,12 +7358,10 @@ static mt_status mti_ring_open(mt_context *ctx, const char *function, mt_comm *c
     r->cp = cp;
     r->s = *desc;
     if (r->s.kv_seq == 0) r->s.kv_seq = r->s.seq;
-    r->rank = mt_comm_rank(cp);
-    r->size = mt_comm_size(cp);
     r->type = mti_ring_type(r, context);
-    r->halves = mti_ring_halves(context, r->size);
     r->whole_keys = context && context->whole_keys;
-    r->key_halves = r->whole_keys ? 1 : r->halves;
+    MT_TRY(mti_cp_layout_check(ctx, function, context, mt_comm_size(cp)));
+    mti_ring_place(r, context);
     MT_TRY(mt_context_parallel_agree(ctx, cp, context, desc));
     return mti_ring_sizes(r, function);
 }
@@ -7092,7 +7405,8 @@ static const mt_rule mti_ring_rules[4] = {
 /* Checks the tensors of a call, in the order of the rules, and tells check mode of it. */
 static mt_status mti_ring_check(const mti_ring *r, const char *function, mt_tensor *const *views, int backward) {
     const mt_attention_desc *s = &r->s;
-    const int64_t heads = s->groups * s->heads_per_group, q = r->halves * r->rows, k = r->key_halves * r->key_rows;
+    const int64_t heads = s->groups * s->heads_per_group, q = r->own * r->halves * r->rows;
+    const int64_t k = r->own * r->key_halves * r->key_rows; /* whole keys: one virtual rank */
     static const char *const names[] = {"q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv"};
     static const char of_keys[] = "011000011", results[] = "000110111";
     mt_arg args[9];
@@ -7112,6 +7426,10 @@ static mt_status mti_ring_check(const mti_ring *r, const char *function, mt_tens
         operands[i].use = args[i].use & ~MT_ARG_OPTIONAL;
     }
     MT_TRY(mt_args_check(r->ctx, function, args, count));
+    for (i = 0; i < count * count; i++)
+        if (i / count != i % count && (args[i / count].use & MT_ARG_OUT))
+            MT_TRY(mt_check_apart(r->ctx, function, names[i / count], *views[i / count], names[i % count],
+                                  *views[i % count]));
     return mt_rule_check(r->ctx, function, &mti_ring_rules[2 * r->whole_keys + backward], operands, count);
 }
 
@@ -7119,7 +7437,7 @@ static mt_status mti_ring_check(const mti_ring *r, const char *function, mt_tens
 static mt_status mti_ring_group(const mti_ring *r, const char *function, mt_tensor q) {
     const mt_placement is = mt_placement_of(r->ctx, r->cp, q);
     const char *group = mt_comm_name(r->cp);
-    if (r->size == 1 || is == MT_UNDECLARED) return MT_SUCCESS;
+    if (mt_comm_size(r->cp) == 1 || is == MT_UNDECLARED) return MT_SUCCESS;
     if (is != MT_SPLIT_ROWS)
         return mt_fail(r->ctx, MT_ERR_ARGUMENT,
                        "%s: q is %s over \"%s\", and cp must be the group whose ranks have other tokens", function,
@@ -7151,7 +7469,6 @@ static mt_status mti_ring_rooms(mti_ring *r, mt_tensor k, mt_tensor v, int backw
 }
 
 static mt_status mti_ring_run_forward(mti_ring *r, mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse) {
-    int half;
     if (r->type == MT_CP_A2A) return mti_heads_forward(r, k, v, out, lse);
     r->out = out;
     r->lse = lse;
@@ -7159,24 +7476,16 @@ static mt_status mti_ring_run_forward(mti_ring *r, mt_tensor k, mt_tensor v, mt_
     if (!lse.data) MT_TRY(mt_arena_tensor(r->ctx, MT_F32, r->s.groups * r->s.heads_per_group, out.rows, &r->lse));
     MT_TRY(mti_ring_rooms(r, k, v, 0));
     MT_TRY(mti_ring_travel(r, k, v, mt_none(), mt_none()));
-    for (half = 0; half < r->halves; half++) {
-        if (r->has[half]) continue; /* otherwise no query sees a key */
-        MT_TRY(mt_fill(r->ctx, mti_half(r->out, half, r->rows), 0.0f));
-        MT_TRY(mt_fill(r->ctx, mti_half_cols(r->lse, half, r->rows), -(float)INFINITY));
-    }
     return out.dtype == MT_F32 ? MT_SUCCESS : mt_convert(r->ctx, r->out, out);
 }
 
 static mt_status mti_ring_run_backward(mti_ring *r, mt_tensor k, mt_tensor v, mt_tensor dq, mt_tensor dk,
                                        mt_tensor dv) {
-    int half;
     if (r->type == MT_CP_A2A) return mti_heads_backward(r, k, v, dq, dk, dv);
     r->dq = dq;
     if (dq.dtype != MT_F32) MT_TRY(mt_arena_tensor(r->ctx, MT_F32, dq.rows, dq.cols, &r->dq));
     MT_TRY(mti_ring_rooms(r, k, v, 1));
     MT_TRY(mti_ring_travel(r, k, v, dk, dv));
-    for (half = 0; half < r->halves; half++)
-        if (!r->has[half]) MT_TRY(mt_fill(r->ctx, mti_half(r->dq, half, r->rows), 0.0f));
     return dq.dtype == MT_F32 ? MT_SUCCESS : mt_convert(r->ctx, r->dq, dq);
 }
 
@@ -7388,21 +7697,31 @@ static int mti_is_scattered(const mt_params *params) {
     return params->buckets.ranks > 1 && !mt_context_invariant(params->ctx);
 }
 
+/* Sums the bucket [lo, hi) over a group, with an all-reduce. */
+static mt_status mti_bucket_sum(mt_context *ctx, const mt_params *params, mt_comm *group, int64_t lo, int64_t hi) {
+    void *run;
+    MT_TRY(mti_span_open(ctx, params, MTI_IN_GRADS, lo, hi, lo, hi, &run));
+    MT_TRY(mt_all_reduce(ctx, group, run, run, (size_t)(hi - lo), MT_F32, MT_SUM));
+    return mti_span_close(ctx, params, MTI_IN_GRADS, run, lo, lo, hi);
+}
+
+/* The group over which mt_sync_gradients sums. In invariant mode the sums over the context ranks come before. */
+static mt_comm *mti_sum_group(const mt_params *params) {
+    return mt_context_invariant(params->ctx) ? params->grid->dp : params->grid->dp_cp;
+}
+
 /* Sums the bucket [lo, hi) over the data group, with an all-reduce or a reduce-scatter. */
 static mt_status mti_bucket_reduce(mt_context *ctx, const mt_params *params, int64_t lo, int64_t hi) {
-    mt_comm *data = params->grid->dp_cp;
+    mt_comm *data = mti_sum_group(params);
     int64_t share = (hi - lo) / params->buckets.ranks, first = share * mt_comm_rank(data);
     float *grads;
     void *run;
     if (mt_comm_size(data) == 1) return MT_SUCCESS;
+    if (!mti_is_scattered(params)) return mti_bucket_sum(ctx, params, data, lo, hi);
     MT_TRY(mti_span_open(ctx, params, MTI_IN_GRADS, lo, hi, lo, hi, &run));
     grads = (float *)run;
-    if (mti_is_scattered(params)) {
-        MT_TRY(mt_reduce_scatter(ctx, data, grads, grads + first, (size_t)share, MT_F32, MT_SUM));
-        return mti_span_close(ctx, params, MTI_IN_GRADS, run, lo, lo + first, lo + first + share);
-    }
-    MT_TRY(mt_all_reduce(ctx, data, grads, grads, (size_t)(hi - lo), MT_F32, MT_SUM));
-    return mti_span_close(ctx, params, MTI_IN_GRADS, run, lo, lo, hi);
+    MT_TRY(mt_reduce_scatter(ctx, data, grads, grads + first, (size_t)share, MT_F32, MT_SUM));
+    return mti_span_close(ctx, params, MTI_IN_GRADS, run, lo, lo + first, lo + first + share);
 }
 
 /* Starts the sums of all buckets that begin at `from` or later and were not started yet. */
@@ -7411,7 +7730,7 @@ static mt_status mti_buckets_send(mt_context *ctx, mt_params *params, int64_t fr
     while (b->sent > 0 && mti_bucket_low(params, b->sent) >= from) {
         int64_t hi = b->sent;
         b->sent = mti_bucket_low(params, hi);
-        MT_TRY(mti_overlap_begin(ctx, params->grid->dp_cp, MT_OVERLAP_GRADIENTS));
+        MT_TRY(mti_overlap_begin(ctx, mti_sum_group(params), MT_OVERLAP_GRADIENTS));
         mt_check_pause(ctx);
         MT_TRY(mt_overlap_end(ctx, MT_OVERLAP_TICKET_THIRD,
                               mt_check_resume(ctx, mti_bucket_reduce(ctx, params, b->sent, hi))));
@@ -7547,9 +7866,26 @@ static mt_status mti_sync_copies(mt_context *ctx, mt_params *params) {
     return MT_SUCCESS;
 }
 
-/* Sums over the tensor group what each rank has computed only a part of. */
+/* In invariant mode, sums over the context ranks: before other micro-batches are added, so that the order does not
+   depend on the number of ranks. */
+static mt_status mti_sync_context(mt_context *ctx, mt_params *params) {
+    const size_t lookups = (size_t)(params->gradients - params->elements);
+    mt_comm *cp = params->grid->cp;
+    int64_t lo, hi;
+    if (!mt_context_invariant(ctx) || params->grid->cp_size == 1) return MT_SUCCESS;
+    for (hi = params->elements; hi > 0; hi = lo) {
+        lo = mti_bucket_low(params, hi);
+        MT_TRY(mti_bucket_sum(ctx, params, cp, lo, hi));
+    }
+    if (lookups == 0) return MT_SUCCESS;
+    return mt_all_reduce(ctx, cp, params->lookups, params->lookups, lookups, MT_F32, MT_SUM);
+}
+
+/* Sums over the tensor group what each rank has computed only a part of. Parts of tokens come before the sum over the
+   context ranks, because tensor ranks divide the tokens of a context rank, and copies come after it. */
 static mt_status mti_sync_tensor_ranks(mt_context *ctx, mt_params *params) {
     MT_TRY(mti_sync_partial(ctx, params));
+    MT_TRY(mti_sync_context(ctx, params));
     return mti_sync_copies(ctx, params);
 }
 
@@ -7575,7 +7911,7 @@ MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "%s: more than %lld micro-batches on each of %d data ranks; mt_context_desc.invariant_data is "
                        "%d",
-                       function, (long long)params->micro_batches, mt_comm_size(params->grid->dp_cp),
+                       function, (long long)params->micro_batches, params->grid->dp_size,
                        mt_context_invariant_data(ctx));
     MT_TRY(mti_gradients_open(ctx, function, params->list[0]));
     MT_TRY(mti_gradients_fill(ctx, params, 0, params->count));
@@ -7669,7 +8005,7 @@ static mt_status mti_sync_embeddings(mt_context *ctx, mt_params *params) {
 static mt_status mti_sync_lookups(mt_context *ctx, mt_params *params) {
     float *all = params->lookups;
     size_t lookups = (size_t)(params->gradients - params->elements);
-    if (lookups > 0) MT_TRY(mt_all_reduce(ctx, params->grid->dp_cp, all, all, lookups, MT_F32, MT_SUM));
+    if (lookups > 0) MT_TRY(mt_all_reduce(ctx, params->grid->dp, all, all, lookups, MT_F32, MT_SUM));
     return mti_sync_embeddings(ctx, params);
 }
 

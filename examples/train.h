@@ -222,8 +222,8 @@ typedef struct options {
     const char *data, *log, *hash_log, *prompt, *checkpoint, *init_from, *machine;
     double tp, cp, dp, pp, layers, hidden, heads, kv_heads, ffn, seq, max_seq, batch, micro_batch, steps, warmup, seed,
         eval_interval;
-    double sample, top_k, top_p, vocab, threads, invariant, invariant_data, lr, min_lr, dropout, clip, weight_decay,
-        label_smoothing;
+    double sample, top_k, top_p, vocab, threads, invariant, invariant_data, invariant_context, lr, min_lr, dropout,
+        clip, weight_decay, label_smoothing;
     double temperature, timeout, bucket_mb, save_interval, window, softcap, check;
     int dtype, device, cuda_graph, recompute, schedule, config, distributed_optimizer, sequence_parallel, interleave,
         no_pinning, rotary, activation, placement, cp_comm_type;
@@ -300,6 +300,7 @@ typedef struct flag {
     {"invariant", WHOLE, AT(invariant), 0, 1024, \
      "same bits on every split, for at most this number of tensor parallel ranks (0: off)"}, \
     {"invariant-data", WHOLE, AT(invariant_data), 0, 1024, "the same for data parallel ranks (0: as --invariant)"}, \
+    {"invariant-context", WHOLE, AT(invariant_context), 0, 1024, "the same for context parallel ranks (0: 1)"}, \
     {"steps", WHOLE, AT(steps), 1, 1e9, "optimizer steps"}, \
     {"lr", REAL, AT(lr), 0, 1e3, "peak learning rate"}
 #define TRAINING_FLAGS \
@@ -479,8 +480,13 @@ static int parse_options(int argc, char **argv, options *o) {
     return optind >= argc;
 }
 
+/* The ranks that divide a sequence: with --invariant-context that number, however many context ranks there are. */
+static double parts_of(const options *o) { return fmax(o->cp, o->invariant_context); }
+
 /* Returns what the tokens of a sequence must be a multiple of. With --cp, a rank has two parts of a sequence. */
-static double seq_unit(const options *o) { return (o->cp > 1 ? 2 * o->cp : 1) * (o->sequence_parallel ? o->tp : 1); }
+static double seq_unit(const options *o) {
+    return (parts_of(o) > 1 ? 2 * parts_of(o) : 1) * (o->sequence_parallel ? o->tp : 1);
+}
 
 /* Checks how the ranks divide a batch, and chooses the micro-batch. The library checks the model.
    Returns 0 after it has printed what is wrong. */
@@ -502,16 +508,18 @@ static int check_split(options *o) {
         fprintf(stderr,
                 PROGRAM ": the %.15g sequences of a rank (--batch / --dp) are not a multiple of --micro-batch %.15g\n",
                 per_rank, o->micro_batch);
-    else if (o->cp > 1 && fmod(o->seq, seq_unit(o)) != 0)
-        fprintf(stderr, PROGRAM ": --seq %.15g is not a multiple of %.15g: each of --cp %.15g ranks has 2 parts%s\n",
-                o->seq, seq_unit(o), o->cp,
+    else if (parts_of(o) > 1 && fmod(o->seq, seq_unit(o)) != 0)
+        fprintf(stderr, PROGRAM ": --seq %.15g is not a multiple of %.15g: each of --%s %.15g ranks has 2 parts%s\n",
+                o->seq, seq_unit(o), o->invariant_context > o->cp ? "invariant-context" : "cp", parts_of(o),
                 o->sequence_parallel ? ", which --sequence-parallel divides over --tp" : "");
     else if (fmod(o->seq, seq_unit(o)) != 0)
         fprintf(stderr, PROGRAM ": --seq %.15g is not a multiple of --tp %.15g, which --sequence-parallel needs\n",
                 o->seq, o->tp);
-    else if (o->cp > 1 && o->invariant > 0)
-        fprintf(stderr, PROGRAM ": --invariant does not yet know context parallel ranks, leave --cp %.15g out\n",
-                o->cp);
+    else if (o->invariant_context > 0 && o->invariant == 0)
+        fprintf(stderr, PROGRAM ": --invariant-context %.15g needs --invariant\n", o->invariant_context);
+    else if (o->invariant > 0 && fmod(fmax(o->invariant_context, 1), o->cp) != 0)
+        fprintf(stderr, PROGRAM ": --invariant-context %.15g cannot be split over --cp %.15g\n",
+                fmax(o->invariant_context, 1), o->cp);
     else if (o->interleave && (o->tp == 1 || o->sequence_parallel || o->invariant > 0 || o->micro_batch == 1))
         fprintf(stderr, PROGRAM ": --interleave has no effect with %s\n",
                 o->tp == 1             ? "--tp 1"
@@ -679,6 +687,13 @@ struct trainer {
     mt_ledger ledgers[GROUPS]; /* of the last step */
 };
 
+/* How context ranks divide a sequence. */
+static mt_context_parallel_desc context_of(const options *o) {
+    mt_context_parallel_desc d = {.comm_type = (mt_cp_comm_type)o->cp_comm_type,
+                                  .invariant = (int)o->invariant_context};
+    return d;
+}
+
 static int rank_count(const options *o) { return (int)(o->tp * o->cp * o->dp * o->pp); }
 /* Returns the ranks of a pipeline stage. */
 static int stage_ranks(const options *o) { return (int)(o->tp * o->cp * o->dp); }
@@ -783,8 +798,7 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
                              .ordinal = mt_comm_local_rank(world) % (int)fmax(1, mt_device_count(device)),
                              .planned = (mt_device)o->device};
     mt_grid_desc shape = {.tp = (int)o->tp, .dp = (int)o->dp, .pp = (int)o->pp, .cp = (int)o->cp};
-    mt_parallel_options layers = {.interleave = o->interleave,
-                                  .context = {.comm_type = (mt_cp_comm_type)o->cp_comm_type}};
+    mt_parallel_options layers = {.interleave = o->interleave, .context = context_of(o)};
     mt_optimizer_desc adamw = {.beta2 = ADAM_BETA2, .eps = ADAM_EPS, .weight_decay = (float)o->weight_decay};
     mt_loss_scaler_desc constant = {.initial_scale = 1, .growth = 1};
     mt_data_parallel_desc share = {.bucket_bytes = (size_t)(o->bucket_mb * 1e6),
@@ -849,11 +863,12 @@ static int64_t sequences_of(const pass *p, int64_t first) {
 static mt_status upload_sequence(const pass *p, int input, int64_t at, const int32_t *x) {
     trainer *t = p->t;
     int64_t seq = (int64_t)t->job->o.seq, number = (at - p->first) % p->micro, count = sequences_of(p, at - number);
-    int parts = t->grid.cp_size > 1 ? 2 : 1;
+    mt_context_parallel_desc context = context_of(&t->job->o);
+    int ranks = (int)parts_of(&t->job->o), parts = (ranks > 1 ? 2 : 1) * ranks / t->grid.cp_size;
     int64_t chunk = seq / t->grid.cp_size / parts;
     for (int part = 0; part < parts; part++) {
         int64_t row = (part * count + number) * chunk;
-        int64_t token = mt_context_parallel_token(NULL, t->grid.cp_rank, t->grid.cp_size, count, seq, row);
+        int64_t token = mt_context_parallel_token(&context, t->grid.cp_rank, t->grid.cp_size, count, seq, row);
         int32_t *to = input_of(t, input, at - number - p->first) + row;
         MT_TRY(mt_upload(t->ctx, x + token % seq, mt_tensor_make(to, MT_I32, 1, chunk)));
     }
@@ -866,6 +881,24 @@ static mt_tensor some_rows(mt_tensor t, int64_t rows) { return t.data ? mt_tenso
 /* Returns the place of total number i of a micro-batch. */
 static mt_tensor total_of(const trainer *t, const mt_action *a, int i) {
     return mt_tensor_cols(mt_tensor_rows(t->totals, a->micro_batch, 1), i, 1);
+}
+
+/* Adds losses of tokens to total i of a micro-batch. With --invariant-context, those of the parts are added in the tree
+   that run_pass goes on with. */
+static mt_status add_losses(const trainer *t, const mt_action *a, int i, mt_tensor losses) {
+    int parts = (int)parts_of(&t->job->o) / t->grid.cp_size;
+    int64_t n = losses.cols / parts;
+    size_t mark = mt_arena_mark(t->ctx);
+    mt_tensor sums;
+    if (parts == 1) return mt_sum(t->ctx, losses, total_of(t, a, i));
+    MT_TRY(mt_arena_tensor(t->ctx, MT_F32, parts, 1, &sums));
+    MT_TRY(mt_fill(t->ctx, sums, 0.0f));
+    for (int part = 0; part < parts; part++)
+        MT_TRY(mt_sum(t->ctx, mt_tensor_cols(losses, part * n, n), mt_tensor_rows(sums, part, 1)));
+    MT_TRY(mt_tree_sum(t->ctx, sums));
+    MT_TRY(mt_sum(t->ctx, mt_tensor_rows(sums, 0, 1), total_of(t, a, i)));
+    mt_arena_release(t->ctx, mark);
+    return MT_SUCCESS;
 }
 
 /* ---- the table of --check ---------------------------------------------------------------------------------------- */
@@ -980,8 +1013,11 @@ static mt_status run_pass(pass *p) {
                                 t->grid.pp_size, t->grid.pp_rank, n, t->actions, t->max_actions, &count));
     MT_TRY(mt_fill(t->ctx, t->totals, 0.0f));
     MT_TRY(mt_pipeline_run(t->ctx, &t->grid, &stage, t->actions, count));
+    if (t->job->o.invariant > 0)
+        MT_TRY(mt_all_reduce(t->ctx, t->grid.cp, total, total, (size_t)n * TOTALS, MT_F32, MT_SUM));
     MT_TRY(mt_tree_sum(t->ctx, mt_tensor_rows(t->totals, 0, n)));
-    MT_TRY(mt_all_reduce(t->ctx, t->grid.dp_cp, total, total, TOTALS, MT_F32, MT_SUM));
+    MT_TRY(mt_all_reduce(t->ctx, t->job->o.invariant > 0 ? t->grid.dp : t->grid.dp_cp, total, total, TOTALS, MT_F32,
+                         MT_SUM));
     return mt_broadcast(t->ctx, t->grid.pp, total, total, TOTALS, MT_F32, t->grid.pp_size - 1); /* by the last stage */
 }
 

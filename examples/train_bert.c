@@ -492,7 +492,7 @@ static mt_status stage_forward(const pass *p, mt_batch *batch, const mt_action *
                                  input_of(t, ORDER, at), input, output, lm, sop,
                                  p->training ? &t->model.saved[a->slot] : NULL));
     if (!is_last_stage(t)) return MT_SUCCESS;
-    MT_TRY(mt_sum(t->ctx, lm, total_of(t, a, LM)));
+    MT_TRY(add_losses(t, a, LM, lm));
     MT_TRY(mt_sum(t->ctx, sop, total_of(t, a, SOP)));
     return p->training ? MT_SUCCESS : count_correct(t, sop, total_of(t, a, CORRECT));
 }

@@ -256,7 +256,7 @@ static mt_status stage_forward(const pass *p, mt_batch *batch, const mt_action *
     batch->backward_scale = scale_of_loss(t);
     MT_TRY(mt_gpt_stage_forward(t->ctx, &t->model.gpt, batch, input_of(t, IDS, at), input_of(t, TARGETS, at), input,
                                 output, loss, p->training ? &t->model.saved[a->slot] : NULL));
-    return is_last_stage(t) ? mt_sum(t->ctx, loss, total_of(t, a, 0)) : MT_SUCCESS;
+    return is_last_stage(t) ? add_losses(t, a, 0, loss) : MT_SUCCESS;
 }
 
 static mt_status stage_backward(trainer *t, const mt_action *a, mt_tensor doutput, mt_tensor dinput) {

@@ -1505,6 +1505,8 @@ static void test_lookups_of_context_ranks(void **state) {
         mt_tensor y;
         test_rank r;
         test_paper_rank(4, 0, (mt_grid_desc){.cp = 2, .dp = 2}, &where, &r);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_parallel_set_options(r.ctx, &(mt_parallel_options){.context.invariant = 2}));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_vocab_parallel_embedding_create(r.ctx, r.params, "words", &words, &e));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params));

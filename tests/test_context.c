@@ -6,6 +6,10 @@
 
 #include "mt_test_ranks.h"
 
+#ifndef INVARIANT_MODE_ONLY
+#define INVARIANT_MODE_ONLY 0
+#endif
+
 enum {
     VOCAB = 23,
     HIDDEN = 16,
@@ -33,8 +37,9 @@ enum model_kind { LAYERS, SELF_ATTENTION, MEMORY_IN_PARTS, WHOLE_MEMORY, GPT2, L
 typedef struct split {
     int tp, cp, dp;
     int sequence_parallel, zigzag, sharded, check;
-    int as_data; /* 1: the context ranks are data ranks to the grid, with the same tokens */
-    int few;     /* 1: few tokens have a loss */
+    int as_data;                  /* 1: the context ranks are data ranks to the grid, with the same tokens */
+    int few;                      /* 1: few tokens have a loss */
+    int invariant, micro_batches; /* virtual context ranks, and micro-batches of all data ranks; 0: not in this mode */
     enum model_kind model;
     mt_cp_comm_type comm_type;
     found *out;
@@ -43,7 +48,7 @@ typedef struct split {
 typedef struct model {
     test_rank r;
     const split *s;
-    mt_vocab_parallel_embedding words;
+    mt_vocab_parallel_embedding words, memory_words; /* two tables: in invariant mode each has one sum */
     mt_param *positions;
     mt_gpt gpt;
     mt_gpt_saved gpt_saved;
@@ -56,6 +61,7 @@ typedef struct model {
     mt_column_parallel_linear head;
     mt_optimizer adam;
     int64_t tokens, memory_tokens; /* of this rank's sequences */
+    int micro;                     /* number of the micro-batch of this rank */
     int32_t ids[TOKENS], targets[TOKENS], places[TOKENS], types[TOKENS], memory_ids[TOKENS]; /* of this rank */
 } model;
 
@@ -63,8 +69,10 @@ static int is_gpt(const split *s) { return s->model == GPT2 || s->model == LLAMA
 static int has_memory(const split *s) { return s->model == MEMORY_IN_PARTS || s->model == WHOLE_MEMORY; }
 
 static mt_context_parallel_desc context_of(const split *s) {
-    return (mt_context_parallel_desc){
-        .comm_type = s->comm_type, .contiguous = !s->zigzag, .whole_keys = s->model == WHOLE_MEMORY};
+    return (mt_context_parallel_desc){.comm_type = s->comm_type,
+                                      .contiguous = !s->zigzag,
+                                      .whole_keys = s->model == WHOLE_MEMORY,
+                                      .invariant = s->invariant};
 }
 
 /* Token `at` of a sequence. */
@@ -77,22 +85,49 @@ static int counts(const split *s, int sequence, int at) {
     return sequence % 2 ? at % 5 != 0 : at < SEQ / 4;
 }
 
+/* The numbers of the sequences of a micro-batch. */
+static int sequences_of(const split *s) { return SEQUENCES / (s->micro_batches ? s->micro_batches : s->dp); }
+static int first_sequence_of(const model *m) {
+    const split *s = m->s;
+    const int d = mt_comm_rank(m->r.grid.dp_cp) / s->cp;
+    return sequences_of(s) * (s->micro_batches ? s->micro_batches / s->dp * d + m->micro : d);
+}
+
 /* The same for the memory, by the library's own rule. */
-static void fill_memory(model *m, int c, int d) {
+static void fill_memory(model *m, int c) {
     const split *s = m->s;
     const mt_context_parallel_desc context = context_of(s);
-    const int whole = s->model == WHOLE_MEMORY, sequences = SEQUENCES / s->dp;
+    const int whole = s->model == WHOLE_MEMORY, sequences = sequences_of(s);
     m->memory_tokens = sequences * MEMORY / (whole ? 1 : s->cp);
     for (int64_t i = 0; i < m->memory_tokens; i++) {
         const int64_t of = mt_context_parallel_token(&context, whole ? 0 : c, whole ? 1 : s->cp, sequences, MEMORY, i);
-        m->memory_ids[i] = token(d * sequences + (int)(of / MEMORY), 3 + (int)(of % MEMORY));
+        m->memory_ids[i] = token(first_sequence_of(m) + (int)(of / MEMORY), 3 + (int)(of % MEMORY));
     }
+}
+
+/* The rows of a micro-batch, by the library's own rule. */
+static void fill_invariant_rows(model *m) {
+    const split *s = m->s;
+    const mt_context_parallel_desc context = context_of(s);
+    const int sequences = sequences_of(s), first = first_sequence_of(m);
+    m->tokens = sequences * SEQ / s->cp;
+    for (int64_t i = 0; i < m->tokens; i++) {
+        const int64_t of = mt_context_parallel_token(&context, m->r.grid.cp_rank, s->cp, sequences, SEQ, i);
+        const int sequence = first + (int)(of / SEQ), at = (int)(of % SEQ);
+        m->ids[i] = token(sequence, at);
+        m->targets[i] = counts(s, sequence, at) ? token(sequence, at + 1) : -100;
+        m->places[i] = at;
+        m->types[i] = at > SEQ / 3;
+    }
+    fill_memory(m, m->r.grid.cp_rank);
 }
 
 /* Fills in the rows of this rank: its part of each of its sequences, or chunk c of each, and then chunk 2 cp - 1 - c of
    each. The next token is the target, also where another rank has it. */
 static void fill_rows(model *m) {
     const split *s = m->s;
+    if (s->invariant) fill_invariant_rows(m);
+    if (s->invariant) return;
     const int rank = mt_comm_rank(m->r.grid.dp_cp), c = rank % s->cp, d = rank / s->cp;
     const int chunks = s->zigzag ? 2 : 1, length = SEQ / s->cp / chunks;
     m->tokens = 0;
@@ -105,7 +140,7 @@ static void fill_rows(model *m) {
                 m->places[m->tokens] = at;
                 m->types[m->tokens] = at > SEQ / 3;
             }
-    fill_memory(m, c, d);
+    fill_memory(m, c);
 }
 
 static mt_status gpt_create(model *m) {
@@ -136,6 +171,10 @@ static mt_status cross_create(model *m) {
     mt_cross_attention_desc d = {.hidden = HIDDEN, .heads = 4, .kv_heads = 2, .dropout = 0.1f};
     d.sequence_parallel = m->s->sequence_parallel;
     d.recompute_core = m->s->zigzag;
+    MT_TRY(mt_vocab_parallel_embedding_create(
+        m->r.ctx, m->r.params, "memory_words",
+        &(mt_embedding_desc){.vocab = VOCAB, .features = HIDDEN, .sequence_parallel = d.sequence_parallel},
+        &m->memory_words));
     return mt_cross_attention_create(m->r.ctx, m->r.params, "cross", &d, &m->cross);
 }
 
@@ -187,34 +226,43 @@ static mt_status model_create(model *m) {
 /* Returns the tokens that count, on all data ranks. */
 static mt_status counted(model *m, float *total) {
     *total = 0;
+    for (int i = 0; i < TOKENS; i++) *total += (float)counts(m->s, i / SEQ, i % SEQ);
+    if (m->s->invariant) return MT_SUCCESS; /* those of all micro-batches */
+    *total = 0;
     for (int64_t i = 0; i < m->tokens; i++) *total += m->targets[i] >= 0;
     return mt_all_reduce(m->r.ctx, m->r.grid.dp_cp, total, total, 1, MT_F32, MT_SUM);
 }
 
 static mt_batch batch_of(const model *m) {
-    const int64_t sequences = SEQUENCES / m->s->dp;
-    return (mt_batch){.sequences = sequences,
-                      .seq = SEQ,
-                      .first_sequence = sequences * (mt_comm_rank(m->r.grid.dp_cp) / m->s->cp),
-                      .seed = 5};
+    return (mt_batch){.sequences = sequences_of(m->s), .seq = SEQ, .first_sequence = first_sequence_of(m), .seed = 5};
 }
 
 /* *loss becomes the sum of the losses of all tokens, divided by those that count. */
 static mt_status mean_loss(model *m, mt_tensor losses, float total, float *loss) {
-    mt_tensor sum;
-    MT_TRY(mt_arena_tensor(m->r.ctx, MT_F32, 1, 1, &sum));
-    MT_TRY(mt_fill(m->r.ctx, sum, 0));
-    MT_TRY(mt_sum(m->r.ctx, losses, sum));
-    MT_TRY(mt_all_reduce(m->r.ctx, m->r.grid.dp_cp, sum.data, sum.data, 1, MT_F32, MT_SUM));
+    const int parts = m->s->invariant ? m->s->invariant / m->s->cp : 1;
+    mt_tensor sums, sum;
+    MT_TRY(mt_arena_tensor(m->r.ctx, MT_F32, parts, 1, &sums));
+    MT_TRY(mt_fill(m->r.ctx, sums, 0));
+    for (int i = 0; i < parts; i++) { /* of the virtual context ranks */
+        const int64_t n = losses.cols / parts;
+        MT_TRY(mt_sum(m->r.ctx, mt_tensor_cols(losses, i * n, n), mt_tensor_rows(sums, i, 1)));
+    }
+    MT_TRY(mt_tree_sum(m->r.ctx, sums));
+    sum = mt_tensor_rows(sums, 0, 1);
+    MT_TRY(mt_all_reduce(m->r.ctx, m->s->invariant ? m->r.grid.cp : m->r.grid.dp_cp, sum.data, sum.data, 1, MT_F32,
+                         MT_SUM));
+    if (m->s->invariant) MT_TRY(mt_declare(m->r.ctx, NULL, sum, MT_UNDECLARED)); /* of one of the data ranks */
     MT_TRY(mt_download(m->r.ctx, sum, loss));
     *loss /= total;
     return MT_SUCCESS;
 }
 
 static mt_status gpt_forward_backward(model *m, float *loss) {
-    const mt_batch batch = batch_of(m);
+    static const int32_t documents[] = {0, 5, 17, 30, 2 * SEQ}; /* of a micro-batch */
+    mt_batch batch = batch_of(m);
     mt_tensor losses;
     float total;
+    if (m->s->invariant) batch.cu_seqlens = documents, batch.documents = 4;
     MT_TRY(mt_arena_tensor(m->r.ctx, MT_F32, 1, m->tokens, &losses));
     MT_TRY(counted(m, &total));
     MT_TRY(mt_gpt_forward(m->r.ctx, &m->gpt, &batch, m->ids, m->targets, losses, &m->gpt_saved));
@@ -224,7 +272,9 @@ static mt_status gpt_forward_backward(model *m, float *loss) {
 
 /* The losses of the tokens that count, and of the sequences. */
 static mt_status bert_forward_backward(model *m, float *loss) {
-    static const int32_t lengths[SEQUENCES] = {SEQ, SEQ - 7, 5, SEQ}, orders[SEQUENCES] = {1, 0, -100, 1};
+    static const int32_t lengths[SEQUENCES] = {SEQ, SEQ - 7, 5, SEQ}, all[SEQUENCES] = {1, 0, 0, 1};
+    static const int32_t some_orders[SEQUENCES] = {1, 0, -100, 1};
+    const int32_t *orders = m->s->invariant ? all : some_orders; /* the order of a sum of three is that of a tree */
     mt_batch batch = batch_of(m);
     const int64_t first = batch.first_sequence;
     mt_tensor lm, sop;
@@ -253,7 +303,7 @@ static mt_batch memory_batch_of(const model *m) {
 /* y = x + what the block reads in the memory. */
 static mt_status read_memory(model *m, mt_tensor x, mt_tensor memory, mt_tensor y, mt_cross_attention_saved *saved) {
     const mt_batch batch = batch_of(m), of_memory = memory_batch_of(m);
-    MT_TRY(mt_vocab_parallel_embedding_forward(m->r.ctx, &m->words, m->memory_ids, m->memory_tokens, memory));
+    MT_TRY(mt_vocab_parallel_embedding_forward(m->r.ctx, &m->memory_words, m->memory_ids, m->memory_tokens, memory));
     MT_TRY(mt_cross_attention_forward(m->r.ctx, &m->cross, &batch, x, &of_memory, memory, y, saved));
     return mt_add(m->r.ctx, x, y, y);
 }
@@ -262,8 +312,21 @@ static mt_status read_memory(model *m, mt_tensor x, mt_tensor memory, mt_tensor 
 static mt_status read_memory_backward(model *m, mt_tensor dy, mt_tensor dx, mt_tensor dmemory,
                                       const mt_cross_attention_saved *saved) {
     MT_TRY(mt_cross_attention_backward(m->r.ctx, &m->cross, dy, dx, dmemory, saved));
-    MT_TRY(mt_vocab_parallel_embedding_backward(m->r.ctx, &m->words, m->memory_ids, m->memory_tokens, dmemory));
+    MT_TRY(mt_vocab_parallel_embedding_backward(m->r.ctx, &m->memory_words, m->memory_ids, m->memory_tokens, dmemory));
     return mt_add(m->r.ctx, dy, dx, dy);
+}
+
+typedef struct looked_up {
+    mt_tensor dx;
+    const int32_t *places;
+} looked_up;
+
+/* Adds to the gradient of the table of positions. */
+static mt_status places_backward(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dtable,
+                                 mt_tensor none) {
+    const looked_up *l = (const looked_up *)arg;
+    (void)none;
+    return mt_embedding_backward(ctx, mt_tensor_rows(l->dx, first, count), 0, l->places + first, dtable);
 }
 
 /* loss: the mean over the tokens that count. */
@@ -319,8 +382,33 @@ static mt_status forward_backward(model *m, float *loss) {
         MT_TRY(mt_self_attention_backward(ctx, &m->attention, dn, dy, &attention));
         MT_TRY(mt_norm_layer_backward(ctx, &m->attention_norm, dy, dn, dn, &attention_norm));
     }
-    MT_TRY(mt_embedding_backward(ctx, dn, 0, places, m->positions->grad));
+    MT_TRY(mt_sum_over_tokens(ctx, g->tp, m->s->sequence_parallel, places_backward, &(looked_up){dn, places}, rows,
+                              m->positions->grad, mt_none()));
     return mt_vocab_parallel_embedding_backward(ctx, &m->words, m->ids, m->tokens, dn);
+}
+
+static mt_status whole_batch(model *m, float *loss) {
+    fill_rows(m);
+    if (m->s->model == BERT) return bert_forward_backward(m, loss);
+    return is_gpt(m->s) ? gpt_forward_backward(m, loss) : forward_backward(m, loss);
+}
+
+/* In invariant mode: the loss is the sum of a tree, too. */
+static mt_status micro_batches(model *m, float *loss) {
+    const int count = m->s->micro_batches / m->s->dp;
+    mt_tensor losses;
+    MT_TRY(mt_arena_tensor(m->r.ctx, MT_F32, count, 1, &losses));
+    for (m->micro = 0; m->micro < count; m->micro++) {
+        size_t mark = mt_arena_mark(m->r.ctx);
+        MT_TRY(whole_batch(m, (float *)losses.data + m->micro));
+        MT_TRY(mt_accumulate_gradients(m->r.ctx, m->r.params));
+        mt_arena_release(m->r.ctx, mark);
+    }
+    m->micro = 0;
+    MT_TRY(mt_declare(m->r.ctx, NULL, losses, MT_UNDECLARED));
+    MT_TRY(mt_tree_sum(m->r.ctx, losses));
+    MT_TRY(mt_all_reduce(m->r.ctx, m->r.grid.dp, losses.data, losses.data, 1, MT_F32, MT_SUM));
+    return mt_download(m->r.ctx, mt_tensor_rows(losses, 0, 1), loss);
 }
 
 static mt_status model_step(model *m, int step) {
@@ -329,12 +417,9 @@ static mt_status model_step(model *m, int step) {
     size_t mark = mt_arena_mark(ctx);
     float loss, norm, *grads = test_floats(&m->r, WEIGHTS, 0);
     int64_t count;
-    fill_rows(m);
     MT_TRY(mt_params_zero_grad(ctx, m->r.params));
     MT_TRY(mt_sync_gradients_begin(ctx, m->r.params));
-    MT_TRY(m->s->model == BERT ? bert_forward_backward(m, &loss)
-           : is_gpt(m->s)      ? gpt_forward_backward(m, &loss)
-                               : forward_backward(m, &loss));
+    MT_TRY(m->s->invariant ? micro_batches(m, &loss) : whole_batch(m, &loss));
     mt_arena_release(ctx, mark);
     MT_TRY(mt_sync_gradients(ctx, m->r.params));
     MT_TRY(mt_grad_norm(ctx, m->r.params, &norm));
@@ -379,7 +464,8 @@ static mt_status keep_bert_logits(model *m) {
                           mt_tensor_f32(orders, batch.sequences, 2)));
     if (m->r.grid.tp_rank > 0) return MT_SUCCESS;
     for (int i = 0; i < batch.sequences; i++) {
-        const int64_t chunk = m->tokens / batch.sequences / (m->s->zigzag && m->s->cp > 1 ? 2 : 1);
+        const int ranks = m->s->invariant ? m->s->invariant : m->s->cp;
+        const int64_t chunk = SEQ / ranks / (m->s->zigzag && ranks > 1 ? 2 : 1);
         float *last = m->s->out->last[0] + (batch.first_sequence + i) * VOCAB;
         if (m->r.grid.cp_rank == 0) memcpy(last, tokens + i * chunk * VOCAB, VOCAB * sizeof *last);
         if (m->r.grid.cp_rank + 1 < m->r.grid.cp_size) continue;
@@ -406,7 +492,10 @@ static mt_status keep_weights(model *m) {
 static mt_status split_rank(mt_comm *world, void *user) {
     const split *s = (const split *)user;
     const mt_grid_desc shape = {.tp = s->tp, .cp = s->as_data ? 1 : s->cp, .dp = s->as_data ? s->cp * s->dp : s->dp};
-    const mt_context_desc where = {.arena_bytes = 1 << 20, .check = s->check};
+    const mt_context_desc where = {.arena_bytes = 1 << 21,
+                                   .check = s->check,
+                                   .invariant = s->invariant ? 4 : 0,
+                                   .invariant_data = s->micro_batches};
     model *m = (model *)calloc(1, sizeof *m);
     mt_status status;
     if (!m) return MT_ERR_MEMORY;
@@ -415,8 +504,11 @@ static mt_status split_rank(mt_comm *world, void *user) {
     if (status == MT_SUCCESS) status = model_create(m);
     for (int step = 0; step < STEPS && status == MT_SUCCESS; step++) status = model_step(m, step);
     if (status == MT_SUCCESS) status = keep_weights(m);
-    if (status == MT_SUCCESS && is_gpt(s)) status = keep_logits(m);
-    if (status == MT_SUCCESS && s->model == BERT) status = keep_bert_logits(m);
+    for (m->micro = 0; status == MT_SUCCESS && m->micro < (s->invariant ? s->micro_batches / s->dp : 1); m->micro++) {
+        fill_rows(m);
+        if (is_gpt(s)) status = keep_logits(m);
+        if (status == MT_SUCCESS && s->model == BERT) status = keep_bert_logits(m);
+    }
     mt_gpt_saved_destroy(&m->gpt_saved);
     mt_bert_saved_destroy(&m->bert_saved);
     mt_optimizer_destroy(m->r.ctx, &m->adam);
@@ -531,6 +623,44 @@ static void test_cross_attention_on_every_split(void **state) {
     (void)state;
     every_split(MEMORY_IN_PARTS);
     every_split(WHOLE_MEMORY);
+}
+
+static void assert_same_bits(const split *s, const char *what, const float *got, const float *want, int64_t n) {
+    for (int64_t i = 0; i < n; i++)
+        if (memcmp(&got[i], &want[i], sizeof got[i]) != 0)
+            fail_msg("model %d, %s: %s: number %lld is %.9g, on one rank %.9g", s->model, split_name(s), what,
+                     (long long)i, (double)got[i], (double)want[i]);
+}
+
+/* In invariant mode every split has the bits of one rank. */
+static void same_bits(enum model_kind kind, int zigzag, int micro_batches) {
+    static found one, got;
+    int turn = 0;
+    split s = {
+        .tp = 1, .cp = 1, .dp = 1, .zigzag = zigzag, .invariant = 4, .micro_batches = micro_batches, .model = kind};
+    run(s, &one);
+    assert_true(one.loss[STEPS - 1] < one.loss[0]);
+    for (s.cp = 1; s.cp <= 4; s.cp *= 2)
+        for (s.tp = 1; s.tp <= 4 && s.tp * s.cp <= 8; s.tp *= 2)
+            for (s.dp = 1; s.dp <= micro_batches; s.dp *= 2)
+                for (s.sequence_parallel = 0; s.sequence_parallel < (s.tp > 1 ? 2 : 1); s.sequence_parallel++, turn++) {
+                    s.sharded = turn % 2;
+                    s.check = turn % 3;
+                    run(s, &got);
+                    assert_same_bits(&s, "losses", got.loss, one.loss, STEPS);
+                    assert_same_bits(&s, "gradients", got.grads, one.grads, WEIGHTS);
+                    assert_same_bits(&s, "norms", got.norm, one.norm, STEPS);
+                    assert_same_bits(&s, "weights", got.weights, one.weights, WEIGHTS);
+                    assert_same_bits(&s, "logits", got.last[0], one.last[0], 2 * SEQUENCES * VOCAB);
+                }
+}
+
+static void test_same_bits_on_every_split(void **state) {
+    (void)state;
+    same_bits(GPT2, 0, 2);
+    same_bits(LLAMA, 1, 2);
+    same_bits(BERT, 1, 1);
+    same_bits(MEMORY_IN_PARTS, 1, 1);
 }
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
@@ -781,6 +911,60 @@ static void test_norm_of_keys(void **state) {
     }
 }
 
+/* A norm of each head in invariant mode: the sum over the heads of all tensor ranks, for each virtual context rank. */
+typedef struct heads_run {
+    int tp, cp;
+    float dgain[DIM], dbias[DIM];
+} heads_run;
+
+static mt_status norm_of_heads_rank(mt_comm *world, void *user) {
+    heads_run *n = (heads_run *)user;
+    const mt_context_parallel_desc how = {.invariant = 4};
+    const mt_context_desc where = {.arena_bytes = 1 << 20, .check = 2, .invariant = 4, .invariant_data = 1};
+    const int64_t tokens = 2 * SEQ / n->cp, heads = 4 / n->tp;
+    mt_norm_layer norm;
+    mt_norm_saved saved;
+    mt_tensor x, dy, y;
+    test_rank r;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = n->tp, .cp = n->cp}, &where, &r));
+    MT_TRY(mt_parallel_set_options(r.ctx, &(mt_parallel_options){.context = how}));
+    MT_TRY(mt_norm_layer_create(r.ctx, r.params, "norm", &(mt_norm_layer_desc){.features = DIM, .groups = 4}, &norm));
+    MT_TRY(mt_params_init(r.ctx, r.params, 1));
+    MT_TRY(mt_params_zero_grad(r.ctx, r.params));
+    x = mt_tensor_f32(test_floats(&r, tokens * heads * DIM, 0), tokens * heads, DIM);
+    y = mt_tensor_f32(test_floats(&r, tokens * heads * DIM, 0), tokens * heads, DIM);
+    dy = mt_tensor_f32(test_floats(&r, tokens * heads * DIM, 0), tokens * heads, DIM);
+    for (int64_t i = 0; i < tokens * heads; i++) {
+        const int64_t token = mt_context_parallel_token(&how, r.grid.cp_rank, n->cp, 2, SEQ, i / heads);
+        uint64_t seed = 1 + (uint64_t)(token * 4 + r.grid.tp_rank * heads + i % heads);
+        for (int64_t j = 0; j < DIM; j++)
+            ((float *)x.data)[i * DIM + j] = test_float(&seed), ((float *)dy.data)[i * DIM + j] = test_float(&seed);
+    }
+    MT_TRY(mt_norm_layer_forward(r.ctx, &norm, x, y, &saved));
+    MT_TRY(mt_norm_layer_backward(r.ctx, &norm, dy, mt_none(), y, &saved));
+    MT_TRY(mt_sync_gradients(r.ctx, r.params));
+    if (mt_comm_rank(world) == n->tp * n->cp - 1) {
+        memcpy(n->dgain, norm.weight->grad.data, sizeof n->dgain);
+        memcpy(n->dbias, norm.bias->grad.data, sizeof n->dbias);
+    }
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_same_bits_of_norms_of_heads(void **state) {
+    heads_run one = {.tp = 1, .cp = 1};
+    (void)state;
+    test_launch(1, norm_of_heads_rank, &one);
+    for (int tp = 1; tp <= 4; tp *= 2)
+        for (int cp = 1; cp <= 4; cp *= 2) {
+            heads_run n = {.tp = tp, .cp = cp};
+            test_launch(tp * cp, norm_of_heads_rank, &n);
+            if (memcmp(n.dgain, one.dgain, sizeof n.dgain) != 0 || memcmp(n.dbias, one.dbias, sizeof n.dbias) != 0)
+                fail_msg("tp %d x cp %d: gain %.9g, bias %.9g, on one rank %.9g, %.9g", tp, cp, (double)n.dgain[0],
+                         (double)n.dbias[0], (double)one.dgain[0], (double)one.dbias[0]);
+        }
+}
+
 /* Documents of any lengths: what one holds does not change a bit of the losses of the others. */
 enum { PACKED = 48, DOCUMENTS = 5 };
 static const int32_t packed[DOCUMENTS + 1] = {0, 5, 18, 29, 43, PACKED};
@@ -868,8 +1052,57 @@ static void test_tokens_of_a_rank(void **state) {
     assert_int_equal(mt_context_parallel_token(NULL, 0, INT32_MAX, 1, INT64_MAX, 0), -1);
 }
 
+/* Context rank 2 leaves after a call. */
+static mt_status leaving_rank(mt_comm *world, void *user) {
+    const mt_context_parallel_desc how = {.comm_type = *(const mt_cp_comm_type *)user};
+    const mt_context_desc where = {.arena_bytes = 1 << 20};
+    const mt_attention_desc s = {.batch = 1, .seq = 16, .groups = 4, .heads_per_group = 1, .head_dim = 4};
+    mt_tensor q, k, v, out;
+    mt_arena_request rooms[] = {{&q, MT_F32, 4, 16}, {&k, MT_F32, 4, 16}, {&v, MT_F32, 4, 16}, {&out, MT_F32, 4, 16}};
+    mt_status status;
+    test_rank r;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.cp = 4}, &where, &r));
+    MT_TRY(mt_arena_tensors(r.ctx, rooms, 4));
+    MT_TRY(mt_fill(r.ctx, q, 0.5f));
+    MT_TRY(mt_fill(r.ctx, k, 0.5f));
+    MT_TRY(mt_fill(r.ctx, v, 0.5f));
+    MT_TRY(mt_context_parallel_attention_forward(r.ctx, r.grid.cp, &how, &s, q, k, v, out, mt_none()));
+    if (r.grid.cp_rank != 2) {
+        status = mt_context_parallel_attention_forward(r.ctx, r.grid.cp, &how, &s, q, k, v, out, mt_none());
+        CHECK(status == MT_ERR_PEER);
+        CHECK(strstr(mt_last_error(r.ctx), "on \"context\" (4 ranks): rank "));
+    }
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_a_rank_leaves(void **state) {
+    (void)state;
+    for (int type = MT_CP_P2P; type <= MT_CP_A2A; type++) {
+        mt_cp_comm_type how = (mt_cp_comm_type)type;
+        test_launch(4, leaving_rank, &how);
+    }
+}
+
+/* A call of attention that one of `ranks` context ranks refuses. */
+static void refused_attention(const mt_context_desc *where, int ranks, const mt_context_parallel_desc *how,
+                              mt_attention_desc s, mt_status status, const char *words) {
+    test_rank r;
+    mt_tensor q;
+    test_paper_rank(4, 0, (mt_grid_desc){.cp = ranks}, where, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 8, 12, &q));
+    s.batch = s.heads_per_group = 1, s.head_dim = 4;
+    REFUSED(r.ctx, status, words,
+            mt_context_parallel_attention_forward(r.ctx, r.grid.cp, how, &s, q, q, q, q, mt_none()));
+    test_paper_rank_close(&r);
+}
+
 static void test_refusals(void **state) {
     const mt_context_desc meta = {.device = MT_DEVICE_META};
+    const mt_context_desc same = {.device = MT_DEVICE_META, .invariant = 2};
+    const mt_attention_desc seq = {.seq = 6, .groups = 3}, few = {.seq = 2, .groups = 3},
+                            fits = {.seq = 16, .groups = 3};
+    const mt_attention_desc part = {.seq = 16, .groups = 3, .part.seq = 32};
     mt_parallel_options options = {.context = {.comm_type = (mt_cp_comm_type)4}};
     test_rank r;
     (void)state;
@@ -877,9 +1110,66 @@ static void test_refusals(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_parallel_set_options: context.comm_type is 4",
             mt_parallel_set_options(r.ctx, &options));
     test_paper_rank_close(&r);
+    refused_attention(&meta, 2, NULL, seq, MT_ERR_SHAPE,
+                      "seq is 6, must be a multiple of 4, 2 chunks for each of 2 context ranks");
+    refused_attention(&meta, 4, &(mt_context_parallel_desc){.contiguous = 1}, few, MT_ERR_SHAPE,
+                      "seq is 2, must be a multiple of 4, one chunk for each of 4 context ranks");
+    refused_attention(&meta, 2, &(mt_context_parallel_desc){.comm_type = MT_CP_A2A}, fits, MT_ERR_SHAPE,
+                      "MT_CP_A2A cannot divide 3 groups of 1 query heads among 2 context ranks");
+    refused_attention(&meta, 2, NULL, part, MT_ERR_ARGUMENT, "desc->part.seq is 32, must be 0");
+    refused_attention(&meta, 4, NULL, fits, MT_ERR_SHAPE, "q is [8, 12], must be [4, 12]");
+    refused_attention(&meta, 2, NULL, fits, MT_ERR_ARGUMENT,
+                      "mt_context_parallel_attention_forward: out [8, 12] and q [8, 12] overlap");
+    refused_attention(&meta, 2, &(mt_context_parallel_desc){.invariant = 4}, fits, MT_ERR_ARGUMENT,
+                      "context.invariant is 4, must be 0 without mt_context_desc.invariant");
+    refused_attention(&same, 2, &(mt_context_parallel_desc){.invariant = 6}, fits, MT_ERR_ARGUMENT,
+                      "context.invariant is 6, must be 0 or a power of two up to 1024");
+    refused_attention(&same, 4, &(mt_context_parallel_desc){.invariant = 2}, fits, MT_ERR_SHAPE,
+                      "2 virtual context ranks (context.invariant) cannot be split over 4");
+    refused_attention(&same, 2, &(mt_context_parallel_desc){.invariant = 2, .whole_keys = 1}, fits, MT_ERR_ARGUMENT,
+                      "context.whole_keys must be 0 with context.invariant 2");
+    refused_attention(&same, 2, &(mt_context_parallel_desc){.invariant = 4}, seq, MT_ERR_SHAPE,
+                      "seq is 6, must be a multiple of 8, 2 chunks for each of 4 context ranks");
+}
+
+/* What invariant mode refuses because context ranks add up parts. */
+static void test_refusals_of_invariant_mode(void **state) {
+    const mt_context_desc where = {.invariant = 1, .arena_bytes = 1 << 20};
+    mt_param *weight, *other;
+    test_rank r;
+    mt_tensor x;
+    (void)state;
+    for (int ranks = 0; ranks <= 2; ranks += 2) {
+        test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, &where, &r);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_parallel_set_options(r.ctx, &(mt_parallel_options){.context.invariant = ranks}));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_params_add(r.ctx, r.params,
+                                    &(mt_param_desc){.name = "w", .rows = 4, .cols = 4, .placement = MT_SPLIT_ROWS},
+                                    &weight));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_params_add(r.ctx, r.params, &(mt_param_desc){.name = "b", .rows = 1, .cols = 4}, &other));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params));
+        x = mt_tensor_f32(test_floats(&r, 16, 1), 4, 4);
+        if (ranks == 0) {
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_linear_gradients(r.ctx, x, x, weight->grad, mt_none()));
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bias_backward(r.ctx, x, other->grad));
+        } else {
+            REFUSED(r.ctx, MT_ERR_ARGUMENT, "in the gradient of 'w', which context ranks have parts of",
+                    mt_linear_gradients(r.ctx, x, x, weight->grad, mt_none()));
+            REFUSED(r.ctx, MT_ERR_ARGUMENT, "in the gradient of 'b', which context ranks have parts of",
+                    mt_bias_backward(r.ctx, x, other->grad));
+        }
+        test_paper_rank_close(&r);
+    }
 }
 
 int main(void) {
+    const struct CMUnitTest in_invariant_mode[] = {
+        cmocka_unit_test(test_same_bits_on_every_split),
+        cmocka_unit_test(test_same_bits_of_norms_of_heads),
+    };
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_every_split_is_one_rank),
         cmocka_unit_test(test_ranks_without_a_loss),
@@ -888,10 +1178,15 @@ int main(void) {
         cmocka_unit_test(test_attention_on_every_split),
         cmocka_unit_test(test_bert_on_every_split),
         cmocka_unit_test(test_cross_attention_on_every_split),
+        cmocka_unit_test(test_same_bits_on_every_split),
         cmocka_unit_test(test_norm_of_keys),
+        cmocka_unit_test(test_same_bits_of_norms_of_heads),
         cmocka_unit_test(test_documents_are_alone),
         cmocka_unit_test(test_tokens_of_a_rank),
+        cmocka_unit_test(test_a_rank_leaves),
         cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_refusals_of_invariant_mode),
     };
+    if (INVARIANT_MODE_ONLY) return cmocka_run_group_tests(in_invariant_mode, NULL, NULL);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -2336,7 +2336,7 @@ static mt_status cp_near(mt_context *ctx, mt_comm *comm, int halves, const char 
 
 static mt_status cp_attention(job *j, mt_context *ctx, mt_comm *comm) {
     const int way = *(const int *)j->result, halves = 1 + way % 2;
-    const mt_context_parallel_desc how = {(mt_cp_comm_type)(MT_CP_P2P + way / 2), halves == 1, 0};
+    const mt_context_parallel_desc how = {(mt_cp_comm_type)(MT_CP_P2P + way / 2), halves == 1, 0, 0};
     const int64_t seq = 2 * CP_CHUNK * j->ranks;
     cp_tensors all, own;
     mt_attention_desc s;

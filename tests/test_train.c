@@ -249,6 +249,21 @@ static void test_invariant_any_split(void **state) {
                  few, COUNT(few));
 }
 
+static void test_invariant_over_context_ranks(void **state) {
+    static const char *const splits[] = {"--tp 2 --cp 2 --pp 2 --sequence-parallel --dp 2",
+                                         "--tp 1 --cp 4 --dp 4 --use-distributed-optimizer --recompute full",
+                                         "--tp 2 --cp 4 --sequence-parallel --check 2", "--tp 8 --cp 2"};
+    static const char *const few[] = {"--tp 4 --cp 2 --sequence-parallel", "--tp 2 --cp 4 --recompute selective"};
+    (void)state;
+    compare_bits("--invariant-context 4 --layers 2 --hidden 32 --heads 8 --seq 16 --batch 16 --dropout 0.1 --warmup 10 "
+                 "--lr 5e-3",
+                 splits, COUNT(splits));
+    compare_bits("--invariant-context 4 --dtype bf16 --layers 2 --hidden 64 --heads 16 --kv-heads 4 --ffn 44 "
+                 "--activation swiglu --rmsnorm --rotary --untied --seq 32 --batch 8 --dropout 0.1 --warmup 10 "
+                 "--lr 5e-3",
+                 few, COUNT(few));
+}
+
 static void test_invariant_in_bf16(void **state) {
     static const char *const splits[] = {"--tp 4 --dp 2 --sequence-parallel --use-distributed-optimizer",
                                          "--tp 4 --dp 2 --sequence-parallel"};
@@ -1706,7 +1721,11 @@ static const struct {
     {"--cp 8 --tp 16 --pp 16 --layers 16", "--tp 16 x --cp 8 x --dp 1 x --pp 16 are more than 1024 ranks"},
     {"--cp 2 --cp-comm-type ring", "--cp-comm-type ring: expected auto, p2p, allgather or a2a"},
     {"--cp 8 --tp 2 --cp-comm-type a2a", "MT_CP_A2A cannot divide 2 groups of 1 query heads among 8 context ranks"},
-    {"--cp 2 --invariant 2", "--invariant does not yet know context parallel ranks"},
+    {"--cp 2 --invariant 2", "--invariant-context 1 cannot be split over --cp 2"},
+    {"--cp 2 --invariant-context 2", "--invariant-context 2 needs --invariant"},
+    {"--invariant 2 --invariant-context 6 --seq 120 --cp 2", "context.invariant is 6, must be 0 or a power of two"},
+    {"--invariant 2 --invariant-context 8 --seq 40",
+     "--seq 40 is not a multiple of 16: each of --invariant-context 8 ranks has 2 parts"},
     {"--batch 5 --dp 2", "--batch 5 is not a multiple of --dp 2"},
     {"--batch 8 --dp 2 --micro-batch 3",
      "the 4 sequences of a rank (--batch / --dp) are not a multiple of --micro-batch 3"},
@@ -1854,6 +1873,7 @@ int main(void) {
         cmocka_unit_test(test_activations),
         cmocka_unit_test(test_invariant_any_split),
         cmocka_unit_test(test_hash_log_of_the_last_step),
+        cmocka_unit_test(test_invariant_over_context_ranks),
         cmocka_unit_test(test_invariant_in_bf16),
         cmocka_unit_test(test_hash_log_of_stages),
         cmocka_unit_test(test_hash_log_of_context_ranks),

@@ -299,13 +299,16 @@ static void test_any_split(void **state) {
 
 static void test_invariant_any_split(void **state) {
     static const char *const splits[] = {"--tp 4 --sequence-parallel", "--tp 2 --pp 2 --dp 2",
-                                         "--tp 2 --dp 4 --sequence-parallel --placement post-ln"};
+                                         "--tp 2 --dp 4 --sequence-parallel --placement post-ln",
+                                         "--tp 2 --cp 4 --dp 2 --sequence-parallel --invariant-context 4"};
     static double one[STEPS][COLUMNS], many[STEPS][COLUMNS];
     char flags[WORDS];
     (void)state;
     write_text();
-    for (int i = 0; i < 3; i++) {
-        const char *post = strstr(splits[i], "post") ? "--placement post-ln" : "";
+    for (int i = 0; i < 4; i++) {
+        const char *post = strstr(splits[i], "post")      ? "--placement post-ln"
+                           : strstr(splits[i], "context") ? "--invariant-context 4"
+                                                          : "";
         print_to(flags, sizeof flags, "--invariant 4 --tp 1 %s --hash-log %s", post, in_scratch("one.hash"));
         train_rows(flags, one);
         print_to(flags, sizeof flags, "--invariant 4 %s --hash-log %s", splits[i], in_scratch("many.hash"));

@@ -152,8 +152,9 @@ static mt_status mti_tokens_check(mt_context *ctx, const char *function, const m
 /* Checks that context ranks can have equal parts of the sequences. */
 static mt_status mti_parts_check(mt_context *ctx, const char *function, const char *name, const mt_comm *cp,
                                  const mt_context_parallel_desc *context, const mt_batch *batch) {
-    const int ranks = mt_comm_size(cp), chunks = context->contiguous ? ranks : 2 * ranks;
-    if (!cp || batch->seq % chunks == 0) return MT_SUCCESS;
+    const mti_seq_chunks c = mti_seq_chunks_of(cp, context, batch->seq);
+    const int chunks = c.count * c.size, ranks = context->invariant > c.size ? context->invariant : c.size;
+    if (batch->seq % chunks == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s.seq is %lld, must be a multiple of %d, for %d context ranks", function,
                    name, (long long)batch->seq, chunks, ranks);
 }

@@ -375,29 +375,38 @@ MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_
     return mti_attention_zero_rest(ctx, desc, dqkv, mti_qkv_width(desc));
 }
 
-/* The parts of a sequence that this rank has, see mt_context_parallel_desc. */
-typedef struct mti_halves {
-    int count;
-    int64_t chunk, first[2]; /* tokens of a sequence in a half, and the first one of each half */
-} mti_halves;
+/* The chunks of each sequence that this rank has, see mt_context_parallel_desc: `count`, of `chunk` tokens each. */
+typedef struct mti_seq_chunks {
+    mt_context_parallel_desc context;
+    int rank, size, count;
+    int64_t seq, chunk;
+} mti_seq_chunks;
 
-static mti_halves mti_halves_of(const mt_self_attention *a, int64_t seq) {
-    const int ranks = mt_comm_size(a->cp), rank = mt_comm_rank(a->cp);
-    const mt_context_parallel_desc *context = &a->context;
-    mti_halves h;
-    h.count = ranks == 1 || context->contiguous ? 1 : 2;
-    h.chunk = seq / ranks / h.count;
-    h.first[0] = mt_context_parallel_token(context, rank, ranks, 1, seq, 0);
-    h.first[1] = mt_context_parallel_token(context, rank, ranks, 1, seq, h.chunk); /* -1 when there is one */
-    return h;
+/* cp NULL: one chunk, the whole sequence */
+static mti_seq_chunks mti_seq_chunks_of(const mt_comm *cp, const mt_context_parallel_desc *context, int64_t seq) {
+    const int ranks = cp && context->invariant > mt_comm_size(cp) ? context->invariant : mt_comm_size(cp);
+    mti_seq_chunks c;
+    memset(&c, 0, sizeof c);
+    if (cp) c.context = *context;
+    c.rank = mt_comm_rank(cp);
+    c.size = mt_comm_size(cp);
+    c.count = ranks / c.size * (ranks == 1 || c.context.contiguous ? 1 : 2);
+    c.seq = seq;
+    c.chunk = seq / c.count / c.size;
+    return c;
 }
 
-static mt_attention_part mti_half_part(const mti_halves *h, int half, int64_t seq) {
+/* The first token of a chunk in its sequence. */
+static int64_t mti_chunk_token(const mti_seq_chunks *c, int chunk) {
+    return mt_context_parallel_token(&c->context, c->rank, c->size, 1, c->seq, chunk * c->chunk);
+}
+
+static mt_attention_part mti_chunk_part(const mti_seq_chunks *c, int chunk) {
     mt_attention_part p;
     memset(&p, 0, sizeof p);
-    if (h->chunk == seq) return p;
-    p.seq = seq;
-    p.first_query = p.first_key = h->first[half];
+    if (c->chunk == c->seq) return p;
+    p.seq = c->seq;
+    p.first_query = p.first_key = mti_chunk_token(c, chunk);
     return p;
 }
 
@@ -407,18 +416,17 @@ static mt_status mti_attention_rotate(mt_context *ctx, const mt_self_attention *
                                       mt_status (*rotate)(mt_context *ctx, const mt_attention_desc *desc,
                                                           mt_tensor table, mt_tensor qkv),
                                       mt_tensor qkv) {
-    int s, shards = desc->qkv_layout == MT_QKV_CONCATENATED ? a->proj.weight->shards : 1, half;
-    const mti_halves halves = mti_halves_of(a, desc->seq);
-    const int64_t rows = desc->batch * halves.chunk;
+    int s, shards = desc->qkv_layout == MT_QKV_CONCATENATED ? a->proj.weight->shards : 1, i;
+    const mti_seq_chunks chunks = mti_seq_chunks_of(a->cp, &a->context, desc->seq);
+    const int64_t rows = desc->batch * chunks.chunk;
     int64_t first;
     for (s = 0; s < shards && a->rotary.data && desc->groups > 0; s++)
-        for (half = 0; half < halves.count; half++) {
+        for (i = 0; i < chunks.count; i++) {
             mt_attention_desc part = mti_attention_shard(desc, a->groups, s, shards, &first);
-            part.part = mti_half_part(&halves, half, desc->seq);
-            part.seq = halves.chunk;
-            MT_TRY(
-                rotate(ctx, &part, mt_tensor_rows(a->rotary, 0, desc->seq),
-                       mti_attention_cols(&part, mt_tensor_rows(qkv, half * rows, rows), first, mti_qkv_width(desc))));
+            part.part = mti_chunk_part(&chunks, i);
+            part.seq = chunks.chunk;
+            MT_TRY(rotate(ctx, &part, mt_tensor_rows(a->rotary, 0, desc->seq),
+                          mti_attention_cols(&part, mt_tensor_rows(qkv, i * rows, rows), first, mti_qkv_width(desc))));
         }
     return MT_SUCCESS;
 }
@@ -510,8 +518,8 @@ static mt_status mti_context_rule(mt_context *ctx, const mt_self_attention_saved
 }
 
 /* Core attention over context ranks, one virtual shard after the other. */
-static mt_status mti_context_shards(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
-                                    const mt_self_attention_saved *saved, mt_tensor dout, mt_tensor dqkv) {
+static mt_status mti_context_core_shards(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
+                                         const mt_self_attention_saved *saved, mt_tensor dout, mt_tensor dqkv) {
     const int shards = a->proj.weight->shards;
     int64_t first;
     int s;
@@ -530,7 +538,7 @@ static mt_status mti_context_core(mt_context *ctx, const mt_self_attention *a, c
     MT_TRY(mt_context_parallel_agree(ctx, a->cp, &a->context, desc));
     MT_TRY(mti_context_rule(ctx, saved, dout, dqkv));
     mt_check_pause(ctx);
-    return mt_check_resume(ctx, mti_context_shards(ctx, a, desc, saved, dout, dqkv));
+    return mt_check_resume(ctx, mti_context_core_shards(ctx, a, desc, saved, dout, dqkv));
 }
 
 static mt_status mti_attention_core_forward(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,

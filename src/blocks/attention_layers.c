@@ -9,6 +9,12 @@
 #include "../parallel/options.h"
 #include "../parallel/hash_log.h"
 
+/* The context ranks of a block, or NULL when it has whole sequences in their order. */
+static mt_comm *mti_context_group(const mt_params *params, const mt_context_parallel_desc *context) {
+    const mt_grid *grid = mt_params_grid(params);
+    return grid->cp_size > 1 || context->invariant > 1 ? grid->cp : NULL;
+}
+
 /* The tokens of a batch on this context rank. cp NULL: all of the batch. */
 static int64_t mti_batch_tokens(const mt_comm *cp, const mt_batch *batch) {
     return batch->sequences * batch->seq / mt_comm_size(cp);
@@ -309,9 +315,9 @@ MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, co
     MT_TRY(mti_attention_check(ctx, "mt_self_attention_create", name, &d, mt_params_shards(params)));
     mark = mt_params_mark(params);
     mti_attention_begin(&d, mti_group_pieces(d.heads, d.kv_heads, mt_params_shards(params)), out);
-    if (mt_params_grid(params)->cp_size > 1) out->cp = mt_params_grid(params)->cp;
     out->context = mt_parallel_get_options(ctx).context;
     out->context.whole_keys = 0;
+    out->cp = mti_context_group(params, &out->context);
     return mt_create_end(params, mark, out, sizeof *out, mti_attention_create(ctx, &from, name, out));
 }
 

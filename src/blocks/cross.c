@@ -75,8 +75,8 @@ MT_API mt_status mt_cross_attention_create(mt_context *ctx, mt_params *params, c
     out->desc = d;
     out->head_dim = d.hidden / d.heads;
     out->pieces = mti_group_pieces(d.heads, d.kv_heads, mt_params_shards(params));
-    if (mt_params_grid(params)->cp_size > 1) out->cp = mt_params_grid(params)->cp;
     out->context = mt_parallel_get_options(ctx).context;
+    out->cp = mti_context_group(params, &out->context);
     return mt_create_end(params, mark, out, sizeof *out, mti_cross_create(ctx, params, name, out));
 }
 

@@ -84,14 +84,14 @@ MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params,
 /* Which tokens of a batch the rows of a tensor are: all of them or, with sequence_parallel, those of this tensor rank.
    With context ranks these are not one after the other in the batch. */
 typedef struct mti_token_rows {
-    mti_halves halves;
+    mti_seq_chunks chunks;
     int64_t sequences, seq, first; /* first: number of row 0 of the tensor among the tokens of this context rank */
 } mti_token_rows;
 
 static mti_token_rows mti_token_rows_of(const mt_self_attention *a, const mt_batch *batch, int sequence_parallel,
                                         int64_t rows) {
     mti_token_rows t;
-    t.halves = mti_halves_of(a, batch->seq);
+    t.chunks = mti_seq_chunks_of(a->cp, &a->context, batch->seq);
     t.sequences = batch->sequences;
     t.seq = batch->seq;
     t.first = sequence_parallel ? mt_comm_rank(a->proj.tp) * rows : 0;
@@ -101,10 +101,11 @@ static mti_token_rows mti_token_rows_of(const mt_self_attention *a, const mt_bat
 /* Returns how many of the rows [row, end) follow each other in the batch. *token becomes the number of the first one
    there. */
 static int64_t mti_token_run(const mti_token_rows *t, int64_t row, int64_t end, int64_t *token) {
-    const int64_t i = t->first + row, chunk = t->halves.chunk;
+    const int64_t i = t->first + row, chunk = t->chunks.chunk;
     *token = i;
     if (chunk == t->seq) return end - row;
-    *token = i / chunk % t->sequences * t->seq + t->halves.first[i / (t->sequences * chunk)] + i % chunk;
+    *token =
+        i / chunk % t->sequences * t->seq + mti_chunk_token(&t->chunks, (int)(i / (t->sequences * chunk))) + i % chunk;
     return mt_min(end - row, chunk - i % chunk);
 }
 
@@ -138,7 +139,7 @@ static mt_status mti_rows_drop(mt_context *ctx, const mti_row_dropout *d, mt_ten
     mt_status status = MT_SUCCESS;
     mt_dropout at;
     int64_t row, count;
-    mt_check_scattered(ctx, d->rows.halves.chunk < d->rows.seq);
+    mt_check_scattered(ctx, d->rows.chunks.chunk < d->rows.seq);
     for (row = 0; row < y.rows && status == MT_SUCCESS; row += count) {
         const mt_tensor x = mt_tensor_rows(y, row, count = mti_dropout_run(d, row, y.rows, &at));
         status = mt_bias_dropout_add_forward(ctx, x, bias, mti_some_rows(residual, row, count), at, x);
@@ -153,7 +154,7 @@ static mt_status mti_rows_drop_backward(mt_context *ctx, const mti_row_dropout *
     mt_status status = MT_SUCCESS;
     mt_dropout at;
     int64_t count;
-    mt_check_scattered(ctx, d->rows.halves.chunk < d->rows.seq);
+    mt_check_scattered(ctx, d->rows.chunks.chunk < d->rows.seq);
     for (; first < end && status == MT_SUCCESS; first += count) {
         count = mti_dropout_run(d, first, end, &at);
         status = mt_bias_dropout_add_backward(ctx, mt_tensor_rows(dy, first, count), at,

@@ -115,7 +115,7 @@ static mt_status mti_bert_lm_hidden(mt_context *ctx, const mt_bert *bert, mt_ten
    0 has the first tokens of all. */
 static mt_tensor mti_first_tokens(const mt_language_model *m, const mt_batch *batch, mt_tensor x, int64_t *first) {
     int64_t begin = m->desc.layer.sequence_parallel ? m->grid->tp_rank * x.rows : 0;
-    int64_t apart = mti_halves_of(&m->layers[0].attention, batch->seq).chunk, end;
+    int64_t apart = mti_seq_chunks_of(m->cp, &m->layers[0].attention.context, batch->seq).chunk, end;
     mt_tensor view;
     *first = (begin + apart - 1) / apart;
     end = mt_min(batch->sequences, (begin + x.rows + apart - 1) / apart);
@@ -195,8 +195,8 @@ static void mti_bert_log_sequences(mt_context *ctx, const mt_bert *bert, const m
 }
 
 /* Computes the loss of the sentence order. The rows of its tensors are sequences, also in the hash log. */
-static mt_status mti_bert_sop_forward(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, mt_tensor x,
-                                      const int32_t *order, mt_tensor loss, mt_bert_saved *saved) {
+static mt_status mti_bert_sop_loss(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, mt_tensor x,
+                                   const int32_t *order, mt_tensor loss, mt_bert_saved *saved) {
     mti_output out = mti_bert_sop_output(bert, batch, saved);
     mt_tensor pooled;
     mti_bert_log_sequences(ctx, bert, batch);
@@ -204,6 +204,14 @@ static mt_status mti_bert_sop_forward(mt_context *ctx, const mt_bert *bert, cons
     MT_TRY(mti_bert_pool(ctx, bert, batch, x, 0, saved, &pooled));
     MT_TRY(mti_output_forward(ctx, &out, pooled, order, loss));
     return saved ? mt_hash_log_activation(ctx, "sop_loss", 0, "output", mti_as_column(loss), 0, NULL) : MT_SUCCESS;
+}
+
+static mt_status mti_bert_sop_forward(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, mt_tensor x,
+                                      const int32_t *order, mt_tensor loss, mt_bert_saved *saved) {
+    const int before = mt_rows_are_sequences(ctx, 1);
+    const mt_status status = mti_bert_sop_loss(ctx, bert, batch, x, order, loss, saved);
+    mt_rows_are_sequences(ctx, before);
+    return status;
 }
 
 /* Runs this stage and, on the last stage, the heads and the losses. */
@@ -281,8 +289,8 @@ static mt_status mti_bert_lm_backward(mt_context *ctx, const mt_bert *bert, floa
 }
 
 /* Adds the gradient of the model's output through the pooler to dx. */
-static mt_status mti_bert_sop_backward(mt_context *ctx, const mt_bert *bert, float scale, mt_tensor dx,
-                                       mt_bert_saved *saved) {
+static mt_status mti_bert_sop_gradients(mt_context *ctx, const mt_bert *bert, float scale, mt_tensor dx,
+                                        mt_bert_saved *saved) {
     const mt_batch *batch = &saved->model.batch;
     mti_output out = mti_bert_sop_output(bert, batch, saved);
     mt_tensor dy, dh = saved->pooled_h;
@@ -292,6 +300,14 @@ static mt_status mti_bert_sop_backward(mt_context *ctx, const mt_bert *bert, flo
     MT_TRY(mt_column_parallel_activation_backward(ctx, &bert->pooler, MT_TANH, saved->pooled_h, dy, dh));
     MT_TRY(mt_parallel_linear_backward(ctx, &bert->pooler, dh, dy, &saved->pooler));
     return mti_add_first_tokens(ctx, &bert->model, batch, dx, dy, 1);
+}
+
+static mt_status mti_bert_sop_backward(mt_context *ctx, const mt_bert *bert, float scale, mt_tensor dx,
+                                       mt_bert_saved *saved) {
+    const int before = mt_rows_are_sequences(ctx, 1);
+    const mt_status status = mti_bert_sop_gradients(ctx, bert, scale, dx, saved);
+    mt_rows_are_sequences(ctx, before);
+    return status;
 }
 
 /* Runs the backward of the heads, on the last stage, and of this stage. */
@@ -339,6 +355,16 @@ MT_API mt_status mt_bert_backward(mt_context *ctx, const mt_bert *bert, float lm
     return mti_bert_run_backward(ctx, "mt_bert_backward", bert, lm_scale, sop_scale, mt_none(), mt_none(), saved);
 }
 
+static mt_status mti_bert_sop_logits(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, mt_tensor x,
+                                     mt_tensor logits) {
+    const int before = mt_rows_are_sequences(ctx, 1);
+    mt_tensor y;
+    mt_status status = mti_bert_pool(ctx, bert, batch, x, 1, NULL, &y);
+    if (status == MT_SUCCESS) status = mt_column_parallel_linear_product(ctx, &bert->binary_head, y, 1, logits);
+    mt_rows_are_sequences(ctx, before);
+    return status;
+}
+
 /* Computes the logits from x, the output of the model on the last stage. */
 static mt_status mti_bert_head_logits(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, mt_tensor x,
                                       mt_tensor lm_logits, mt_tensor sop_logits) {
@@ -347,9 +373,7 @@ static mt_status mti_bert_head_logits(mt_context *ctx, const mt_bert *bert, cons
         MT_TRY(mti_bert_lm_hidden(ctx, bert, x, mti_batch_tokens(bert->model.cp, batch), NULL, &y));
         MT_TRY(mt_column_parallel_linear_product(ctx, &bert->head, y, 1, lm_logits));
     }
-    if (!sop_logits.data) return MT_SUCCESS;
-    MT_TRY(mti_bert_pool(ctx, bert, batch, x, 1, NULL, &y));
-    return mt_column_parallel_linear_product(ctx, &bert->binary_head, y, 1, sop_logits);
+    return sop_logits.data ? mti_bert_sop_logits(ctx, bert, batch, x, sop_logits) : MT_SUCCESS;
 }
 
 /* The last stage computes the logits and broadcasts them to the others. */

@@ -181,9 +181,15 @@ static mt_status mti_gpt_pick_rows(mt_context *ctx, const mt_language_model *m, 
 /* Computes the logits from x, the output of the model m on the last stage. */
 static mt_status mti_gpt_head_logits(mt_context *ctx, const mt_gpt *gpt, const mt_language_model *m,
                                      const mt_batch *batch, mt_tensor x, mt_tensor logits) {
+    int before, divided;
+    mt_status status;
     MT_TRY(mt_gather_tokens(ctx, gpt->head.tp, m->desc.layer.sequence_parallel, x, &x));
+    divided = m->cp && logits.rows == x.rows;
     MT_TRY(mti_gpt_pick_rows(ctx, m, batch, x, logits.rows, &x));
-    return mt_column_parallel_linear_product(ctx, &gpt->head, x, 1, logits);
+    before = mt_rows_are_sequences(ctx, !divided);
+    status = mt_column_parallel_linear_product(ctx, &gpt->head, x, 1, logits);
+    mt_rows_are_sequences(ctx, before);
+    return status;
 }
 
 /* The last stage computes the logits and broadcasts them to the others. m is the model, or with a cache that of
@@ -336,6 +342,7 @@ MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const 
     static const char *const function = "mt_gpt_cached_logits";
     mt_language_model m;
     size_t mark;
+    int before;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!gpt) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: gpt is NULL", function);
@@ -346,7 +353,9 @@ MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const 
                                logits.rows == batch->sequences ? logits.rows : batch->sequences * batch->seq,
                                gpt->desc.vocab));
     mark = mt_arena_mark(ctx);
+    before = mt_rows_are_sequences(ctx, !m.cp);
     status = mti_gpt_logits(ctx, gpt, &m, batch, ids, cache, logits);
+    mt_rows_are_sequences(ctx, before);
     if (status == MT_SUCCESS) status = mti_gpt_cache_advance(ctx, batch, cache, cache->lengths);
     mt_arena_release(ctx, mark);
     return status;
@@ -355,9 +364,12 @@ MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const 
 /* Draws from the logits in f32 of x, the outputs of the model on the last stage. */
 static mt_status mti_gpt_draw(mt_context *ctx, const mt_gpt *gpt, const mt_sample_desc *desc, mt_tensor x,
                               int32_t *ids) {
+    const int before = mt_rows_are_sequences(ctx, 1);
     mt_tensor logits;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, x.rows, gpt->head.local_features, &logits));
-    MT_TRY(mt_column_parallel_linear_product(ctx, &gpt->head, x, 0, logits));
+    mt_status status = mt_arena_tensor(ctx, MT_F32, x.rows, gpt->head.local_features, &logits);
+    if (status == MT_SUCCESS) status = mt_column_parallel_linear_product(ctx, &gpt->head, x, 0, logits);
+    mt_rows_are_sequences(ctx, before);
+    MT_TRY(status);
     return mt_vocab_parallel_sample(ctx, gpt->head.tp, gpt->desc.vocab, gpt->desc.padded_vocab, desc, logits, ids);
 }
 
@@ -397,6 +409,7 @@ MT_API mt_status mt_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     mt_language_model m;
     mt_tensor next;
     size_t mark;
+    int before;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!gpt) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: gpt is NULL", function);
@@ -406,7 +419,9 @@ MT_API mt_status mt_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     next = mt_tensor_make(next_ids, MT_I32, 1, batch->sequences);
     MT_TRY(mt_tensor_check(ctx, function, "next_ids", next, MT_ARG_ANY, 1, batch->sequences));
     mark = mt_arena_mark(ctx);
+    before = mt_rows_are_sequences(ctx, !m.cp);
     status = mti_gpt_sample(ctx, gpt, &m, batch, ids, cache, desc, next);
+    mt_rows_are_sequences(ctx, before);
     mt_arena_release(ctx, mark);
     return status;
 }

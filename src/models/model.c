@@ -115,9 +115,11 @@ static mt_status mti_model_layers(mt_context *ctx, mt_params *params, mt_languag
 static mt_status mti_model_create(mt_context *ctx, mt_params *params, const mt_language_model_desc *desc,
                                   mt_language_model *m) {
     mt_transformer_layer_desc *l = &m->desc.layer;
+    mt_context_parallel_desc context;
     m->desc = *desc;
     m->grid = mt_params_grid(params);
-    if (m->grid->cp_size > 1) m->cp = m->grid->cp;
+    context = mt_parallel_get_options(ctx).context;
+    m->cp = mti_context_group(params, &context);
     m->local_layers = desc->layers / m->grid->pp_size;
     m->first_layer = m->grid->pp_rank * m->local_layers;
     l->max_seq = l->scores.rotary_base > 0.0f ? desc->max_seq : 0;
@@ -173,12 +175,12 @@ static mti_row_dropout mti_model_dropout(const mt_language_model *m, const mt_ba
 
 /* Returns the row of a token among those of this context rank, or -1 when another rank has it. */
 static int64_t mti_model_row(const mt_language_model *m, const mt_batch *batch, int64_t sequence, int64_t position) {
-    const mti_halves h = mti_halves_of(&m->layers[0].attention, batch->seq);
-    int half;
+    const mti_seq_chunks c = mti_seq_chunks_of(m->cp, &m->layers[0].attention.context, batch->seq);
+    int chunk;
     if (!m->cp) return sequence * batch->seq + position;
-    for (half = 0; half < h.count; half++) {
-        const int64_t i = position - h.first[half];
-        if (i >= 0 && i < h.chunk) return (half * batch->sequences + sequence) * h.chunk + i;
+    for (chunk = 0; chunk < c.count; chunk++) {
+        const int64_t i = position - mti_chunk_token(&c, chunk);
+        if (i >= 0 && i < c.chunk) return (chunk * batch->sequences + sequence) * c.chunk + i;
     }
     return -1;
 }

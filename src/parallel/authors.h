@@ -129,13 +129,20 @@ MT_API mt_tensor mt_tensor_reshape(mt_tensor t, int64_t rows, int64_t cols);
    the gradients, MT_F32; b has as many columns as a, or is mt_none(). rows is the number of rows on this rank. op(ctx,
    arg, first, count, a, b) must add the contribution of rows [first, first + count) to its own arguments a and b. By
    default op is called once, with all rows, and a and b are the gradients themselves. In invariant mode it is called
-   once for each virtual shard of the tokens, with scratch memory as a and b. In this mode, with V > 1, operators refuse
-   to sum into the gradient of a parameter that is MT_REPLICATED (MT_ERR_ARGUMENT): see docs/invariance.md.
+   once for each virtual shard of the tokens, with scratch memory as a and b; each virtual context rank has V of them.
+   In this mode, with V > 1, operators refuse to sum into the gradient of a parameter that is MT_REPLICATED
+   (MT_ERR_ARGUMENT), and with virtual context ranks into any gradient: see docs/invariance.md.
    MT_ERR_SHAPE, in invariant mode: V does not divide the tokens. */
 typedef mt_status (*mt_token_operator)(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor a,
                                        mt_tensor b);
 MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_token_operator op,
                                     const void *arg, int64_t rows, mt_tensor a, mt_tensor b);
+
+/* are 1: in the next calls the rows of tensors are not tokens but sequences, such as those of a pooler, or tokens that
+   every context rank has. In invariant mode virtual context ranks (mt_context_parallel_desc.invariant) do not divide
+   them. are 0: they are tokens of this context rank. Returns what it was, for the call that ends this. Does nothing,
+   and returns 0, if ctx is NULL or has no layers yet. */
+MT_API int mt_rows_are_sequences(mt_context *ctx, int are);
 
 /* Returns a view of the columns of t [tokens, local features] that belong to virtual shard number `shard` of this rank,
    see the chapter "invariant mode". shards is the number of virtual shards on this rank (mt_param.shards). When t.data

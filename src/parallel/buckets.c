@@ -9,21 +9,31 @@ static int mti_is_scattered(const mt_params *params) {
     return params->buckets.ranks > 1 && !mt_context_invariant(params->ctx);
 }
 
+/* Sums the bucket [lo, hi) over a group, with an all-reduce. */
+static mt_status mti_bucket_sum(mt_context *ctx, const mt_params *params, mt_comm *group, int64_t lo, int64_t hi) {
+    void *run;
+    MT_TRY(mti_span_open(ctx, params, MTI_IN_GRADS, lo, hi, lo, hi, &run));
+    MT_TRY(mt_all_reduce(ctx, group, run, run, (size_t)(hi - lo), MT_F32, MT_SUM));
+    return mti_span_close(ctx, params, MTI_IN_GRADS, run, lo, lo, hi);
+}
+
+/* The group over which mt_sync_gradients sums. In invariant mode the sums over the context ranks come before. */
+static mt_comm *mti_sum_group(const mt_params *params) {
+    return mt_context_invariant(params->ctx) ? params->grid->dp : params->grid->dp_cp;
+}
+
 /* Sums the bucket [lo, hi) over the data group, with an all-reduce or a reduce-scatter. */
 static mt_status mti_bucket_reduce(mt_context *ctx, const mt_params *params, int64_t lo, int64_t hi) {
-    mt_comm *data = params->grid->dp_cp;
+    mt_comm *data = mti_sum_group(params);
     int64_t share = (hi - lo) / params->buckets.ranks, first = share * mt_comm_rank(data);
     float *grads;
     void *run;
     if (mt_comm_size(data) == 1) return MT_SUCCESS;
+    if (!mti_is_scattered(params)) return mti_bucket_sum(ctx, params, data, lo, hi);
     MT_TRY(mti_span_open(ctx, params, MTI_IN_GRADS, lo, hi, lo, hi, &run));
     grads = (float *)run;
-    if (mti_is_scattered(params)) {
-        MT_TRY(mt_reduce_scatter(ctx, data, grads, grads + first, (size_t)share, MT_F32, MT_SUM));
-        return mti_span_close(ctx, params, MTI_IN_GRADS, run, lo, lo + first, lo + first + share);
-    }
-    MT_TRY(mt_all_reduce(ctx, data, grads, grads, (size_t)(hi - lo), MT_F32, MT_SUM));
-    return mti_span_close(ctx, params, MTI_IN_GRADS, run, lo, lo, hi);
+    MT_TRY(mt_reduce_scatter(ctx, data, grads, grads + first, (size_t)share, MT_F32, MT_SUM));
+    return mti_span_close(ctx, params, MTI_IN_GRADS, run, lo, lo + first, lo + first + share);
 }
 
 /* Starts the sums of all buckets that begin at `from` or later and were not started yet. */
@@ -32,7 +42,7 @@ static mt_status mti_buckets_send(mt_context *ctx, mt_params *params, int64_t fr
     while (b->sent > 0 && mti_bucket_low(params, b->sent) >= from) {
         int64_t hi = b->sent;
         b->sent = mti_bucket_low(params, hi);
-        MT_TRY(mti_overlap_begin(ctx, params->grid->dp_cp, MT_OVERLAP_GRADIENTS));
+        MT_TRY(mti_overlap_begin(ctx, mti_sum_group(params), MT_OVERLAP_GRADIENTS));
         mt_check_pause(ctx);
         MT_TRY(mt_overlap_end(ctx, MT_OVERLAP_TICKET_THIRD,
                               mt_check_resume(ctx, mti_bucket_reduce(ctx, params, b->sent, hi))));

@@ -3,6 +3,7 @@
 #pragma once
 #include "context.h"
 #include "grid.c"
+#include "invariant.c"
 #include "authors.h"
 #include "../comm/collectives.h"
 #include "../comm/overlap.h"
@@ -16,12 +17,13 @@ typedef struct mti_ring {
     mt_comm *cp;
     mt_attention_desc s; /* of whole sequences; kv_seq is set */
     mt_cp_comm_type type;
-    int halves, key_halves, rank, size;                      /* key_halves: of keys and values */
-    int whole_keys;                                          /* each rank has all keys, in one half */
-    int64_t queries, keys;                                   /* of a sequence in a half */
-    int64_t rows, key_rows;                                  /* of a half */
-    mt_tensor q, lse, out, dout;                             /* of the rank */
-    mt_tensor dq;                                            /* in MT_F32: the sum so far */
+    int halves, key_halves, rank, size; /* key_halves: of keys and values */
+    int own;                            /* virtual ranks from `rank` on; without invariant mode 1 */
+    int whole_keys;                     /* each rank has all keys, in one half */
+    int64_t queries, keys;              /* of a sequence in a half */
+    int64_t rows, key_rows;             /* of a half */
+    mt_tensor q, lse, out, dout;        /* of the rank */
+    mt_tensor dq;                       /* in MT_F32: the sum so far */
     mt_tensor part_out, part_lse, part_dq, part_dk, part_dv; /* of a call, for a half */
     int has[2];                                              /* forward: the half has results for some keys */
 } mti_ring;
@@ -113,6 +115,19 @@ static mt_status mti_ring_block(mti_ring *r, int owner, mt_tensor kv, mt_tensor 
     return MT_SUCCESS;
 }
 
+/* Where no query of a half sees a key: out, lse, and in backward dq. */
+static mt_status mti_ring_rest(const mti_ring *r) {
+    int half;
+    for (half = 0; half < r->halves; half++) {
+        if (r->has[half]) continue;
+        if (r->dq.data) MT_TRY(mt_fill(r->ctx, mti_half(r->dq, half, r->rows), 0.0f));
+        if (r->dq.data) continue;
+        MT_TRY(mt_fill(r->ctx, mti_half(r->out, half, r->rows), 0.0f));
+        MT_TRY(mt_fill(r->ctx, mti_half_cols(r->lse, half, r->rows), -(float)INFINITY));
+    }
+    return MT_SUCCESS;
+}
+
 /* Half a ring step, in the second stream: sends x to the next rank and receives y from the one before. */
 static mt_status mti_ring_pass(mti_ring *r, mt_tensor x, mt_tensor y, int ticket) {
     const size_t count = (size_t)(x.rows * x.cols);
@@ -122,10 +137,27 @@ static mt_status mti_ring_pass(mti_ring *r, mt_tensor x, mt_tensor y, int ticket
                                        (r->rank + r->size - 1) % r->size, x.dtype));
 }
 
-/* Copies the keys and values of this rank to kv. */
+/* Copies the keys and values of this rank to kv: those of a virtual rank, first the keys and then the values, after
+   those of another. */
 static mt_status mti_ring_pack(mti_ring *r, mt_tensor k, mt_tensor v, mt_tensor kv) {
-    MT_TRY(mt_copy(r->ctx, k, mt_tensor_rows(kv, 0, k.rows)));
-    return mt_copy(r->ctx, v, mt_tensor_rows(kv, k.rows, k.rows));
+    const int64_t rows = k.rows / r->own;
+    int i;
+    for (i = 0; i < r->own; i++) {
+        MT_TRY(mt_copy(r->ctx, mti_half(k, i, rows), mti_half(kv, 2 * i, rows)));
+        MT_TRY(mt_copy(r->ctx, mti_half(v, i, rows), mti_half(kv, 2 * i + 1, rows)));
+    }
+    return MT_SUCCESS;
+}
+
+/* The same from dkv to the gradients. */
+static mt_status mti_ring_unpack(mti_ring *r, mt_tensor dkv, mt_tensor dk, mt_tensor dv) {
+    const int64_t rows = dk.rows / r->own;
+    int i;
+    for (i = 0; i < r->own; i++) {
+        MT_TRY(mt_convert(r->ctx, mti_half(dkv, 2 * i, rows), mti_half(dk, i, rows)));
+        MT_TRY(mt_convert(r->ctx, mti_half(dkv, 2 * i + 1, rows), mti_half(dv, i, rows)));
+    }
+    return MT_SUCCESS;
 }
 
 /* In step i a rank has the keys of the rank i places before it. Backward: the gradients of keys travel one step behind
@@ -149,32 +181,76 @@ static mt_status mti_ring_steps(mti_ring *r, mt_tensor k, mt_tensor v, mt_tensor
         MT_TRY(mt_overlap_wait(r->ctx, 1));
         MT_TRY(mt_add(r->ctx, dkv[now], own, dkv[now]));
     }
+    MT_TRY(mti_ring_rest(r));
     if (!backward) return MT_SUCCESS;
     if (r->size > 1) MT_TRY(mti_ring_pass(r, dkv[1 - r->size % 2], own, 1));
     MT_TRY(mt_overlap_wait(r->ctx, 1));
-    if (r->size == 1) own = dkv[0];
-    MT_TRY(mt_convert(r->ctx, mt_tensor_rows(own, 0, k.rows), dk));
-    return mt_convert(r->ctx, mt_tensor_rows(own, k.rows, k.rows), dv);
+    return mti_ring_unpack(r, r->size == 1 ? dkv[0] : own, dk, dv);
+}
+
+/* -- the keys and values of all ranks -- */
+
+/* The rows of virtual rank number i of this rank. */
+static mt_tensor mti_ring_own(const mti_ring *r, mt_tensor t, int i) {
+    return t.data ? mti_half(t, i, r->halves * r->rows) : t;
+}
+
+static mt_tensor mti_ring_own_cols(const mti_ring *r, mt_tensor t, int i) {
+    return mti_half_cols(t, i, r->halves * r->rows);
+}
+
+/* The call of virtual rank number i of this rank. */
+static mti_ring mti_ring_of(const mti_ring *r, int i) {
+    mti_ring one = *r;
+    one.rank += i;
+    one.own = 1;
+    one.q = mti_ring_own(r, r->q, i);
+    one.out = mti_ring_own(r, r->out, i);
+    one.dout = mti_ring_own(r, r->dout, i);
+    one.dq = mti_ring_own(r, r->dq, i);
+    one.lse = mti_ring_own_cols(r, r->lse, i);
+    return one;
+}
+
+/* The argument of mti_ring_leaf. */
+typedef struct mti_ring_all {
+    const mti_ring *r;
+    mt_tensor kv; /* of all virtual ranks, one after the other */
+} mti_ring_all;
+
+/* The mti_leaf of a call: computes for virtual rank number i of this rank. Backward: dkv [of the shape of all keys and
+   values, in MT_F32] becomes their gradients by its queries. */
+static mt_status mti_ring_leaf(mt_context *ctx, const void *arg, int i, mt_tensor dkv) {
+    const mti_ring_all *all = (const mti_ring_all *)arg;
+    const int64_t rows = 2 * all->r->key_halves * all->r->key_rows;
+    mti_ring one = mti_ring_of(all->r, i);
+    int owner;
+    (void)ctx;
+    for (owner = 0; owner < one.size; owner++)
+        MT_TRY(
+            mti_ring_block(&one, owner, mti_half(all->kv, owner, rows), dkv.data ? mti_half(dkv, owner, rows) : dkv));
+    return mti_ring_rest(&one);
 }
 
 /* The keys and values of all ranks, one rank after the other. The gradients of all of them are summed at once. */
 static mt_status mti_ring_gathered(mti_ring *r, mt_tensor k, mt_tensor v, mt_tensor dk, mt_tensor dv) {
-    mt_tensor kv, all, dkv = mt_none(), dall = mt_none();
-    const int64_t rows = 2 * k.rows;
+    const int64_t rows = 2 * k.rows, of_all = rows * mt_comm_size(r->cp);
     const size_t count = (size_t)(rows * k.cols);
+    mt_tensor kv, dkv, dall;
+    mti_ring_all all;
     int i;
+    all.r = r;
     MT_TRY(mt_arena_tensor(r->ctx, k.dtype, rows, k.cols, &kv));
-    MT_TRY(mt_arena_tensor(r->ctx, k.dtype, r->size * rows, k.cols, &all));
-    if (dk.data) MT_TRY(mt_arena_tensor(r->ctx, MT_F32, rows, k.cols, &dkv));
-    if (dk.data) MT_TRY(mt_arena_tensor(r->ctx, MT_F32, r->size * rows, k.cols, &dall));
+    MT_TRY(mt_arena_tensor(r->ctx, k.dtype, of_all, k.cols, &all.kv));
     MT_TRY(mti_ring_pack(r, k, v, kv));
-    MT_TRY(mt_all_gather(r->ctx, r->cp, kv.data, all.data, count, k.dtype));
-    for (i = 0; i < r->size; i++)
-        MT_TRY(mti_ring_block(r, i, mti_half(all, i, rows), dk.data ? mti_half(dall, i, rows) : dall));
+    MT_TRY(mt_all_gather(r->ctx, r->cp, kv.data, all.kv.data, count, k.dtype));
+    for (i = 0; i < r->own && !dk.data; i++) MT_TRY(mti_ring_leaf(r->ctx, &all, i, mt_none()));
     if (!dk.data) return MT_SUCCESS;
+    MT_TRY(mt_arena_tensor(r->ctx, MT_F32, rows, k.cols, &dkv));
+    MT_TRY(mt_arena_tensor(r->ctx, MT_F32, of_all, k.cols, &dall));
+    MT_TRY(mti_shard_tree(r->ctx, mti_ring_leaf, &all, 0, r->own, dall));
     MT_TRY(mt_reduce_scatter(r->ctx, r->cp, dall.data, dkv.data, count, MT_F32, MT_SUM));
-    MT_TRY(mt_convert(r->ctx, mt_tensor_rows(dkv, 0, k.rows), dk));
-    return mt_convert(r->ctx, mt_tensor_rows(dkv, k.rows, k.rows), dv);
+    return mti_ring_unpack(r, dkv, dk, dv);
 }
 
 /* Each rank has all keys and values: nothing travels. */
@@ -184,6 +260,7 @@ static mt_status mti_ring_local(mti_ring *r, mt_tensor k, mt_tensor v, mt_tensor
     if (dk.data && dk.dtype != MT_F32) MT_TRY(mt_arena_tensor(r->ctx, MT_F32, dk.rows, dk.cols, &sum[0]));
     if (dv.data && dv.dtype != MT_F32) MT_TRY(mt_arena_tensor(r->ctx, MT_F32, dv.rows, dv.cols, &sum[1]));
     MT_TRY(mti_ring_half(r, 0, 0, k, v, sum[0], sum[1]));
+    MT_TRY(mti_ring_rest(r));
     if (!dk.data || dk.dtype == MT_F32) return MT_SUCCESS;
     MT_TRY(mt_convert(r->ctx, sum[0], dk));
     return mt_convert(r->ctx, sum[1], dv);
@@ -350,8 +427,8 @@ static mt_status mti_heads_backward(mti_ring *r, mt_tensor k, mt_tensor v, mt_te
 
 /* How a call communicates, with the default resolved. */
 static mt_cp_comm_type mti_ring_type(const mti_ring *r, const mt_context_parallel_desc *context) {
-    if (context && context->comm_type && !context->whole_keys) return context->comm_type;
-    return mt_context_invariant(r->ctx) ? MT_CP_ALL_GATHER : MT_CP_P2P;
+    if (mt_context_invariant(r->ctx)) return MT_CP_ALL_GATHER;
+    return context && context->comm_type && !context->whole_keys ? context->comm_type : MT_CP_P2P;
 }
 
 /* Divides a sequence of `seq` tokens among the ranks. */
@@ -377,6 +454,16 @@ static mt_status mti_ring_sizes(mti_ring *r, const char *function) {
                    (long long)r->s.groups, (long long)r->s.heads_per_group, r->size);
 }
 
+/* Notes which ranks there are, and which of them are on this one. */
+static void mti_ring_place(mti_ring *r, const mt_context_parallel_desc *context) {
+    const mti_cp_layout l = mti_cp_layout_of(context, mt_comm_rank(r->cp), mt_comm_size(r->cp), r->s.seq);
+    r->rank = l.first;
+    r->own = l.own;
+    r->size = l.ranks;
+    r->halves = l.halves;
+    r->key_halves = r->whole_keys ? 1 : l.halves;
+}
+
 /* Checks a call, and notes its sizes in *r. */
 static mt_status mti_ring_open(mt_context *ctx, const char *function, mt_comm *cp,
                                const mt_context_parallel_desc *context, const mt_attention_desc *desc, mti_ring *r) {
@@ -393,12 +480,10 @@ static mt_status mti_ring_open(mt_context *ctx, const char *function, mt_comm *c
     r->cp = cp;
     r->s = *desc;
     if (r->s.kv_seq == 0) r->s.kv_seq = r->s.seq;
-    r->rank = mt_comm_rank(cp);
-    r->size = mt_comm_size(cp);
     r->type = mti_ring_type(r, context);
-    r->halves = mti_ring_halves(context, r->size);
     r->whole_keys = context && context->whole_keys;
-    r->key_halves = r->whole_keys ? 1 : r->halves;
+    MT_TRY(mti_cp_layout_check(ctx, function, context, mt_comm_size(cp)));
+    mti_ring_place(r, context);
     MT_TRY(mt_context_parallel_agree(ctx, cp, context, desc));
     return mti_ring_sizes(r, function);
 }
@@ -442,7 +527,8 @@ static const mt_rule mti_ring_rules[4] = {
 /* Checks the tensors of a call, in the order of the rules, and tells check mode of it. */
 static mt_status mti_ring_check(const mti_ring *r, const char *function, mt_tensor *const *views, int backward) {
     const mt_attention_desc *s = &r->s;
-    const int64_t heads = s->groups * s->heads_per_group, q = r->halves * r->rows, k = r->key_halves * r->key_rows;
+    const int64_t heads = s->groups * s->heads_per_group, q = r->own * r->halves * r->rows;
+    const int64_t k = r->own * r->key_halves * r->key_rows; /* whole keys: one virtual rank */
     static const char *const names[] = {"q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv"};
     static const char of_keys[] = "011000011", results[] = "000110111";
     mt_arg args[9];
@@ -462,6 +548,10 @@ static mt_status mti_ring_check(const mti_ring *r, const char *function, mt_tens
         operands[i].use = args[i].use & ~MT_ARG_OPTIONAL;
     }
     MT_TRY(mt_args_check(r->ctx, function, args, count));
+    for (i = 0; i < count * count; i++)
+        if (i / count != i % count && (args[i / count].use & MT_ARG_OUT))
+            MT_TRY(mt_check_apart(r->ctx, function, names[i / count], *views[i / count], names[i % count],
+                                  *views[i % count]));
     return mt_rule_check(r->ctx, function, &mti_ring_rules[2 * r->whole_keys + backward], operands, count);
 }
 
@@ -469,7 +559,7 @@ static mt_status mti_ring_check(const mti_ring *r, const char *function, mt_tens
 static mt_status mti_ring_group(const mti_ring *r, const char *function, mt_tensor q) {
     const mt_placement is = mt_placement_of(r->ctx, r->cp, q);
     const char *group = mt_comm_name(r->cp);
-    if (r->size == 1 || is == MT_UNDECLARED) return MT_SUCCESS;
+    if (mt_comm_size(r->cp) == 1 || is == MT_UNDECLARED) return MT_SUCCESS;
     if (is != MT_SPLIT_ROWS)
         return mt_fail(r->ctx, MT_ERR_ARGUMENT,
                        "%s: q is %s over \"%s\", and cp must be the group whose ranks have other tokens", function,
@@ -501,7 +591,6 @@ static mt_status mti_ring_rooms(mti_ring *r, mt_tensor k, mt_tensor v, int backw
 }
 
 static mt_status mti_ring_run_forward(mti_ring *r, mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse) {
-    int half;
     if (r->type == MT_CP_A2A) return mti_heads_forward(r, k, v, out, lse);
     r->out = out;
     r->lse = lse;
@@ -509,24 +598,16 @@ static mt_status mti_ring_run_forward(mti_ring *r, mt_tensor k, mt_tensor v, mt_
     if (!lse.data) MT_TRY(mt_arena_tensor(r->ctx, MT_F32, r->s.groups * r->s.heads_per_group, out.rows, &r->lse));
     MT_TRY(mti_ring_rooms(r, k, v, 0));
     MT_TRY(mti_ring_travel(r, k, v, mt_none(), mt_none()));
-    for (half = 0; half < r->halves; half++) {
-        if (r->has[half]) continue; /* otherwise no query sees a key */
-        MT_TRY(mt_fill(r->ctx, mti_half(r->out, half, r->rows), 0.0f));
-        MT_TRY(mt_fill(r->ctx, mti_half_cols(r->lse, half, r->rows), -(float)INFINITY));
-    }
     return out.dtype == MT_F32 ? MT_SUCCESS : mt_convert(r->ctx, r->out, out);
 }
 
 static mt_status mti_ring_run_backward(mti_ring *r, mt_tensor k, mt_tensor v, mt_tensor dq, mt_tensor dk,
                                        mt_tensor dv) {
-    int half;
     if (r->type == MT_CP_A2A) return mti_heads_backward(r, k, v, dq, dk, dv);
     r->dq = dq;
     if (dq.dtype != MT_F32) MT_TRY(mt_arena_tensor(r->ctx, MT_F32, dq.rows, dq.cols, &r->dq));
     MT_TRY(mti_ring_rooms(r, k, v, 1));
     MT_TRY(mti_ring_travel(r, k, v, dk, dv));
-    for (half = 0; half < r->halves; half++)
-        if (!r->has[half]) MT_TRY(mt_fill(r->ctx, mti_half(r->dq, half, r->rows), 0.0f));
     return dq.dtype == MT_F32 ? MT_SUCCESS : mt_convert(r->ctx, r->dq, dq);
 }
 

@@ -10,8 +10,7 @@ static mt_status mti_row_weight_gradient(mt_context *ctx, const mt_param *w, mt_
     int s;
     mti_gradient_added(w);
     for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, dy, mt_shard_cols(x, s, w->shards), beta,
-                        mti_param_shard(w, w->grad, s)));
+        MT_TRY(mti_weight_product(ctx, dy, mt_shard_cols(x, s, w->shards), beta, mti_param_shard(w, w->grad, s)));
     mti_gradient_written(w);
     return MT_SUCCESS;
 }

@@ -166,13 +166,56 @@ static int mti_ring_halves(const mt_context_parallel_desc *context, int size) {
     return size == 1 || (context && context->contiguous) ? 1 : 2;
 }
 
+/* The chunks of each sequence that a context rank has, one after the other: `count` of `chunk` tokens. In invariant
+   mode they are those of `own` virtual ranks from `first` on. */
+typedef struct mti_cp_layout {
+    int first, own, ranks, halves, count; /* ranks: of all context ranks together; halves: chunks of a virtual rank */
+    int64_t chunk;
+} mti_cp_layout;
+
+/* rank must be less than size, which must divide context->invariant if that is not 0. */
+static mti_cp_layout mti_cp_layout_of(const mt_context_parallel_desc *context, int rank, int size, int64_t seq) {
+    mti_cp_layout l;
+    l.ranks = context && context->invariant > size ? context->invariant : size;
+    l.own = l.ranks / size;
+    l.first = rank * l.own;
+    l.halves = mti_ring_halves(context, l.ranks);
+    l.count = l.halves * l.own;
+    l.chunk = seq / l.halves / l.ranks;
+    return l;
+}
+
+/* Checks what the layout of `size` context ranks needs in invariant mode. */
+static mt_status mti_cp_layout_check(mt_context *ctx, const char *function, const mt_context_parallel_desc *context,
+                                     int size) {
+    const int ranks = context ? context->invariant : 0;
+    if (ranks == 0) return MT_SUCCESS;
+    if (ranks < 0 || ranks > 1024 || (ranks & (ranks - 1)))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: context.invariant is %d, must be 0 or a power of two up to 1024",
+                       function, ranks);
+    if (!mt_context_invariant(ctx))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: context.invariant is %d, must be 0 without mt_context_desc.invariant",
+                       function, ranks);
+    if (context->whole_keys && ranks > 1)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: context.whole_keys must be 0 with context.invariant %d", function,
+                       ranks);
+    if (ranks % size == 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE, "%s: %d virtual context ranks (context.invariant) cannot be split over %d",
+                   function, ranks, size);
+}
+
+/* The first token of chunk i of the rank in its sequence. */
+static int64_t mti_cp_layout_token(const mti_cp_layout *l, int i) {
+    const int64_t rank = l->first + i / l->halves;
+    return (i % l->halves ? 2 * (int64_t)l->ranks - 1 - rank : rank) * l->chunk;
+}
+
 MT_API int64_t mt_context_parallel_token(const mt_context_parallel_desc *context, int rank, int size, int64_t batch,
                                          int64_t seq, int64_t row) {
-    const int halves = mti_ring_halves(context, size);
-    int64_t chunk, of;
+    mti_cp_layout l;
     if (rank < 0 || rank >= size || batch < 1 || seq < 1 || seq > INT64_MAX / batch) return -1;
-    chunk = seq / halves / size;
-    if (chunk * halves * size != seq || row < 0 || row >= batch * halves * chunk) return -1;
-    of = row / chunk < batch ? rank : 2 * (int64_t)size - 1 - rank;
-    return row / chunk % batch * seq + of * chunk + row % chunk;
+    if (context && (context->invariant < 0 || context->invariant % size != 0)) return -1;
+    l = mti_cp_layout_of(context, rank, size, seq);
+    if (l.chunk * l.halves * l.ranks != seq || row < 0 || row >= batch * l.count * l.chunk) return -1;
+    return row / l.chunk % batch * seq + mti_cp_layout_token(&l, (int)(row / l.chunk / batch)) + row % l.chunk;
 }

@@ -66,6 +66,11 @@ typedef struct mt_context_parallel_desc {
     /* 1: k and v have the rows [batch, kv_seq] on each rank, the same on all of them, as of a memory that is not
        divided. Then nothing is communicated, comm_type has no effect, and dk and dv are terms of sums over the ranks */
     int whole_keys;
+    /* Only in invariant mode: runs on 1, 2, 4, ..., or V_c context ranks give the same bits. V_c is a power of two.
+       With any number n of ranks the tokens are those of V_c ranks: rank r has those of the ranks r V_c / n to
+       (r + 1) V_c / n - 1, one after the other, also if n is 1. Keys and values are gathered, and whole_keys must be 0.
+       0: 1 */
+    int invariant;
 } mt_context_parallel_desc;
 
 /* Returns which token of a batch of whole sequences [batch, seq] is row `row` of context rank `rank` of `size` ranks:
@@ -78,6 +83,7 @@ typedef struct mt_context_parallel_desc {
        }
    Shift the targets of whole sequences, not those of a rank: the token after the last one of a chunk is on another
    rank. rank and size are cp_rank and cp_size of mt_grid. context NULL: all of its fields 0. It does not communicate.
-   Returns -1 if an argument is out of range, or if 2 * size (with `contiguous` size) does not divide seq. */
+   Returns -1 if an argument is out of range, if 2 * size (with `contiguous` size, and with `invariant` V_c instead of
+   size) does not divide seq, or if size does not divide V_c. */
 MT_API int64_t mt_context_parallel_token(const mt_context_parallel_desc *context, int rank, int size, int64_t batch,
                                          int64_t seq, int64_t row);

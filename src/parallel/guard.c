@@ -23,14 +23,17 @@ static int mti_is_in_shard(const mt_context *ctx, const mt_param *p, mt_tensor g
 /* A gradient that the check knows, of a parameter or of the program. */
 typedef struct mti_guarded {
     const char *name;
-    const mt_param *param; /* NULL: every tensor rank has the gradient whole */
+    const mt_param *param; /* NULL: every sum over tokens depends on the split */
+    const char *why;       /* then: "every tensor rank has whole", for instance */
     mt_tensor grad;
 } mti_guarded;
 
-static mti_guarded mti_guarded_make(const char *name, const mt_param *p, mt_tensor grad) {
+static mti_guarded mti_guarded_make(const mt_context *ctx, const char *name, const mt_param *p, mt_tensor grad) {
+    const int parts = mti_has_context_ranks(ctx);
     mti_guarded g;
     g.name = name;
-    g.param = p && p->desc.placement != MT_REPLICATED ? p : NULL;
+    g.param = p && p->desc.placement != MT_REPLICATED && !parts ? p : NULL;
+    g.why = !parts ? "every tensor rank has whole" : "context ranks have parts of";
     g.grad = grad;
     return g;
 }
@@ -47,11 +50,11 @@ static int mti_guarded_find(const mt_context *ctx, mt_tensor t, mti_guarded *out
             const mt_param *p = params->list[i];
             const int is_grad = mti_is_in_gradient(ctx, t, p->grad);
             if (!is_grad && !mti_is_in_gradient(ctx, t, p->lookup_grad)) continue;
-            *out = mti_guarded_make(p->name, p, is_grad ? p->grad : p->lookup_grad);
+            *out = mti_guarded_make(ctx, p->name, p, is_grad ? p->grad : p->lookup_grad);
             return 1;
         }
     for (own = guard->own; own && !mti_is_in_gradient(ctx, t, own->grad); own = own->next) continue;
-    if (own) *out = mti_guarded_make(own->name, NULL, own->grad);
+    if (own) *out = mti_guarded_make(ctx, own->name, NULL, own->grad);
     return own != NULL;
 }
 
@@ -71,11 +74,11 @@ static int mti_adds_up(const mt_arg *args, int count, mt_tensor sum) {
 static mt_status mti_gradient_sum_check(mt_context *ctx, const char *where, const mt_arg *arg, const mti_guarded *g) {
     const mt_param *p = g->param;
     if (!p)
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: %s is in the gradient of '%s', which every tensor rank has whole; in invariant mode call "
-                       "%s in the function of mt_sum_over_tokens, with the memory that it gets, because otherwise the "
-                       "bits depend on the split",
-                       where, arg->name, g->name, where);
+        return mt_fail(
+            ctx, MT_ERR_ARGUMENT,
+            "%s: %s is in the gradient of '%s', which %s; in invariant mode call %s in the function of "
+            "mt_sum_over_tokens, with the memory that it gets, because otherwise the bits depend on the split",
+            where, arg->name, g->name, g->why, where);
     /* the columns of a matrix are stored shard by shard, so only a shard is a matrix */
     if (!(arg->use & MT_ARG_PRODUCT) && (p->desc.placement != MT_SPLIT_COLS || p->desc.rows == 1)) return MT_SUCCESS;
     if (mti_is_in_shard(ctx, p, g->grad, *arg->view)) return MT_SUCCESS;
@@ -155,10 +158,10 @@ static mt_status mti_gradient_move_check(mt_context *ctx, const char *where, con
     const mt_param *p = g->param;
     if (!p)
         return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: %s is in the gradient of '%s', which every tensor rank has whole, and %s has a sum of %s "
-                       "over rows; in invariant mode call %s in the function of mt_sum_over_tokens, because otherwise "
-                       "the bits depend on the split",
-                       where, out->name, g->name, moved->name, s->where, s->where);
+                       "%s: %s is in the gradient of '%s', which %s, and %s has a sum of %s over rows; in invariant "
+                       "mode call %s in the function of mt_sum_over_tokens, because otherwise the bits depend on the "
+                       "split",
+                       where, out->name, g->name, g->why, moved->name, s->where, s->where);
     if (s->product * (size_t)p->shards <= (size_t)(g->grad.rows * g->grad.cols) * sizeof(float)) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT,
                    "%s: %s is in the gradient of '%s', and %s has a product of %s that is larger than one of its %d "
@@ -230,8 +233,8 @@ static mt_status mti_guarded_sum_check(mt_context *ctx, const char *where, const
 static mt_status mti_guard_open(mt_context *ctx, mti_guard **out) {
     mti_parallel *p;
     *out = NULL;
-    if (mt_context_invariant(ctx) < 2) return MT_SUCCESS;
     MT_TRY(mti_parallel_open(ctx, &p));
+    if (mt_context_invariant(ctx) < 2 && p->context_ranks < 2) return MT_SUCCESS;
     MT_TRY(mt_set_sum_check(ctx, mti_guarded_sum_check));
     mt_context_set_forget(ctx, mti_guard_forget);
     *out = &p->guard;

@@ -94,6 +94,7 @@ MT_API void mt_hash_log_tokens(mt_context *ctx, int64_t first_token) {
     mt_hash_log *log = mti_hash_log_of(ctx);
     if (!log) return;
     log->first_token = first_token > 0 ? first_token : 0;
+    memset(&log->rows, 0, sizeof log->rows);
     log->rows.size = 1;
 }
 
@@ -114,10 +115,10 @@ MT_API void mt_hash_log_parts(mt_context *ctx, const mt_comm *cp, const mt_conte
 static int64_t mti_log_run(const mti_log_rows *r, int64_t row, int64_t end, int64_t *token) {
     int64_t chunk;
     *token = row;
-    if (r->size <= 1) return end - row;
+    if (r->size <= 1 && r->context.invariant <= 1) return end - row;
     *token = mt_context_parallel_token(&r->context, r->rank, r->size, r->sequences, r->seq, row);
     if (*token < 0) return end - row;
-    chunk = r->seq / r->size / mti_ring_halves(&r->context, r->size);
+    chunk = mti_cp_layout_of(&r->context, r->rank, r->size, r->seq).chunk;
     return mt_min(end - row, chunk - row % chunk);
 }
 

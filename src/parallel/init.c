@@ -1,6 +1,7 @@
 /* ---- the first values of parameters ------------------------------------------------------------------------------ */
 
 #pragma once
+#include "grid.c"
 #include "sharding.c"
 #include "memory.c"
 #include "guard.c"
@@ -54,9 +55,27 @@ static mt_status mti_replicas_check(mt_context *ctx, const mt_params *params, co
 
 static mt_status mti_params_squares(mt_context *ctx, mt_params *params); /* sync.c */
 
+/* Notes the virtual context ranks of the registry's grid, in invariant mode, and how many of them this rank is. */
+static mt_status mti_context_ranks_set(mt_context *ctx, const mt_params *params) {
+    static const char *const function = "mt_params_init";
+    const int size = params->grid->cp_size;
+    mti_parallel *p;
+    MT_TRY(mti_parallel_open(ctx, &p));
+    MT_TRY(mti_cp_layout_check(ctx, function, &p->options.context, size));
+    if (mt_context_invariant(ctx) && p->options.context.invariant == 0 && size > 1)
+        return mt_fail(
+            ctx, MT_ERR_SHAPE,
+            "%s: 1 virtual context rank (mt_parallel_options.context.invariant is 0) cannot be split over %d", function,
+            size);
+    p->context_ranks = p->options.context.invariant;
+    p->context_shards = p->context_ranks / size;
+    return MT_SUCCESS;
+}
+
 static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
     int64_t elements;
     mt_status status;
+    MT_TRY(mti_context_ranks_set(ctx, params));
     MT_TRY(mti_params_sum(ctx, params, &elements));
     mti_params_cut(params, &elements);
     params->elements = elements;

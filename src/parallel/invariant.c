@@ -130,6 +130,71 @@ static mt_status mti_sum_over_shards(mt_context *ctx, mt_token_operator op, cons
     return MT_SUCCESS;
 }
 
+/* Whether virtual context ranks divide the rows of tensors. */
+static int mti_has_context_ranks(const mt_context *ctx) {
+    const mti_parallel *p = mti_parallel_of(ctx);
+    return p && p->context_ranks > 1 && !p->rows_are_sequences;
+}
+
+/* Returns how many virtual context ranks this rank is. */
+static int mti_context_shards(const mt_context *ctx) {
+    return mti_has_context_ranks(ctx) ? mti_parallel_of(ctx)->context_shards : 1;
+}
+
+/* Computes c = a op(b) + beta c, whose rows are tokens, for each virtual context rank alone: the bits of a row may
+   depend on the number of rows. beta is 0 or 1. */
+static mt_status mti_token_product(mt_context *ctx, mt_transpose trans_b, mt_tensor a, mt_tensor b, float beta,
+                                   mt_tensor c) {
+    const int shards = mti_context_shards(ctx), count = a.rows % shards == 0 ? shards : 1;
+    const int64_t rows = a.rows / count;
+    int i;
+    for (i = 0; i < count; i++)
+        MT_TRY(mti_gemm(ctx, MT_NO_TRANS, trans_b, mt_tensor_rows(a, i * rows, rows), b, beta,
+                        mt_tensor_rows(c, i * rows, rows)));
+    return MT_SUCCESS;
+}
+
+/* Adds to a and b what op adds for the rows of each virtual context rank, in the tree that the sum over context ranks
+   goes on with. All sums over the tokens of a rank that are not sums over its virtual shards use this function. */
+static mt_status mti_sum_over_context(mt_context *ctx, mt_token_operator op, const void *arg, int64_t rows, mt_tensor a,
+                                      mt_tensor b) {
+    const int shards = mti_context_shards(ctx);
+    if (!mti_has_context_ranks(ctx)) return op(ctx, arg, 0, rows, a, b);
+    return mti_sum_over_shards(ctx, op, arg, rows / shards, shards, a, b);
+}
+
+/* The mt_token_operator of mti_weight_product: adds dy^T x. */
+typedef struct mti_rows_product {
+    mt_tensor dy, x;
+} mti_rows_product;
+
+static mt_status mti_product_rows(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dw,
+                                  mt_tensor none) {
+    const mti_rows_product *p = (const mti_rows_product *)arg;
+    (void)none;
+    return mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, mt_tensor_rows(p->dy, first, count), mt_tensor_rows(p->x, first, count),
+                    1.0f, dw);
+}
+
+/* Computes dw = beta dw + dy^T x, a sum over the tokens of this rank. beta is 0 or 1. */
+static mt_status mti_weight_product(mt_context *ctx, mt_tensor dy, mt_tensor x, float beta, mt_tensor dw) {
+    mti_rows_product p;
+    if (!mti_has_context_ranks(ctx)) return mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, dy, x, beta, dw);
+    p.dy = dy;
+    p.x = x;
+    if (beta == 0.0f) MT_TRY(mt_fill(ctx, dw, 0.0f));
+    return mti_sum_over_context(ctx, mti_product_rows, &p, dy.rows, dw, mt_none());
+}
+
+MT_API int mt_rows_are_sequences(mt_context *ctx, int are) {
+    mti_parallel *p = ctx ? mti_parallel_of(ctx) : NULL;
+    int before;
+    if (!p) return 0;
+    before = p->rows_are_sequences;
+    p->rows_are_sequences = are != 0;
+    return before;
+}
+
 MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_token_operator op,
                                     const void *arg, int64_t rows, mt_tensor a, mt_tensor b) {
     int shards;
@@ -137,16 +202,18 @@ MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_p
     if (!op) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_sum_over_tokens: op is NULL");
     if (!mt_context_invariant(ctx)) return op(ctx, arg, 0, rows, a, b);
     MT_TRY(mt_check_tokens(ctx, "mt_sum_over_tokens", mt_sequence_tokens(tp, sequence_parallel, rows)));
-    shards = sequence_parallel ? mti_shards(ctx, tp) : mt_context_invariant(ctx);
+    shards = (sequence_parallel ? mti_shards(ctx, tp) : mt_context_invariant(ctx)) * mti_context_shards(ctx);
     return mti_sum_over_shards(ctx, op, arg, rows / shards, shards, a, b);
 }
 
 MT_API mt_status mt_check_tokens(mt_context *ctx, const char *function, int64_t tokens) {
+    int shards;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!mt_context_invariant(ctx) || tokens % mt_context_invariant(ctx) == 0) return MT_SUCCESS;
+    shards = mt_context_invariant(ctx) * mti_context_shards(ctx);
+    if (shards == 0 || tokens % shards == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_SHAPE,
                    "%s: %lld tokens cannot be split into %d virtual shards (mt_context_desc.invariant)", function,
-                   (long long)tokens, mt_context_invariant(ctx));
+                   (long long)tokens, shards);
 }
 
 MT_API int64_t mt_invariant_micro_batch(int data_shards, int64_t sequences) {

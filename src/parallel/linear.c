@@ -528,8 +528,8 @@ static mt_status mti_column_product(mt_context *ctx, const mt_parallel_linear *n
         return mt_linear_forward(ctx, x, w->value, mti_own_bias(n) ? mti_own_bias(n)->value : mt_none(), y);
     MT_TRY(mt_invariant_input(ctx, x, &x)); /* one copy for all shards */
     for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_TRANS, x, mti_param_shard(w, w->value, s), 0.0f,
-                        mt_shard_cols(y, s, w->shards)));
+        MT_TRY(
+            mti_token_product(ctx, MT_TRANS, x, mti_param_shard(w, w->value, s), 0.0f, mt_shard_cols(y, s, w->shards)));
     return mti_own_bias(n) ? mti_column_bias(ctx, mti_own_bias(n), y, mt_bias_forward, 0) : MT_SUCCESS;
 }
 
@@ -550,8 +550,8 @@ static mt_status mti_partial_leaf(mt_context *ctx, const void *arg, int shard, m
     for (i = 0; i < p->layers->count; i++) {
         const mt_param *w = p->layers->list[i].weight;
         mt_tensor x = p->of ? mti_chunk(p->of, p->x[i], p->chunk) : p->x[i];
-        MT_TRY(mti_gemm(ctx, MT_NO_TRANS, p->trans, mt_shard_cols(x, shard, w->shards),
-                        mti_param_shard(w, w->value, shard), i == 0 ? 0.0f : 1.0f, out));
+        MT_TRY(mti_token_product(ctx, p->trans, mt_shard_cols(x, shard, w->shards), mti_param_shard(w, w->value, shard),
+                                 i == 0 ? 0.0f : 1.0f, out));
     }
     return MT_SUCCESS;
 }
@@ -688,6 +688,18 @@ MT_API mt_status mt_parallel_linear_forward_shared(mt_context *ctx, const mt_par
 
 /* -- backward -- */
 
+/* The mt_token_operator for a bias: arg points to dy, and dbias += the sum of some rows of dy. */
+static mt_status mti_row_bias_gradient(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dbias,
+                                       mt_tensor none) {
+    (void)none;
+    return mt_bias_backward(ctx, mt_tensor_rows(*(const mt_tensor *)arg, first, count), dbias);
+}
+
+/* As mt_bias_backward, in the order of sums over context ranks. */
+static mt_status mti_bias_rows_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias) {
+    return mti_sum_over_context(ctx, mti_row_bias_gradient, &dy, dy.rows, dbias, mt_none());
+}
+
 /* Computes dW += dy^T x with dy [tokens, local features] (mti_gradient_beta), and adds to the gradient of the bias. */
 static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_parallel_linear *n, mt_tensor dy, mt_tensor x) {
     const mt_param *w = n->weight;
@@ -700,11 +712,10 @@ static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_parallel_l
         mti_gradient_written(w);
         return MT_SUCCESS;
     }
-    if (mti_own_bias(n)) MT_TRY(mti_column_bias(ctx, mti_own_bias(n), dy, mt_bias_backward, 1));
+    if (mti_own_bias(n)) MT_TRY(mti_column_bias(ctx, mti_own_bias(n), dy, mti_bias_rows_backward, 1));
     MT_TRY(mt_invariant_input(ctx, x, &x));
     for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, mt_shard_cols(dy, s, w->shards), x, beta,
-                        mti_param_shard(w, w->grad, s)));
+        MT_TRY(mti_weight_product(ctx, mt_shard_cols(dy, s, w->shards), x, beta, mti_param_shard(w, w->grad, s)));
     mti_gradient_written(w);
     return MT_SUCCESS;
 }
@@ -760,18 +771,11 @@ static mt_status mti_row_input_gradient(mt_context *ctx, const mt_parallel_linea
     if (act) return mt_linear_activation_backward(ctx, act->kind, dy, w->value, h, dx, act->dbias);
     if (add) MT_TRY(mt_arena_tensor(ctx, dx.dtype, dx.rows, dx.cols, &part));
     for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, dy, mti_param_shard(w, w->value, s), 0.0f,
-                        mt_shard_cols(part, s, w->shards)));
+        MT_TRY(mti_token_product(ctx, MT_NO_TRANS, dy, mti_param_shard(w, w->value, s), 0.0f,
+                                 mt_shard_cols(part, s, w->shards)));
     if (add) MT_TRY(mt_add(ctx, dx, part, dx));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
-}
-
-/* The mt_token_operator for a bias: arg points to dy, and dbias += the sum of some rows of dy. */
-static mt_status mti_row_bias_gradient(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dbias,
-                                       mt_tensor none) {
-    (void)none;
-    return mt_bias_backward(ctx, mt_tensor_rows(*(const mt_tensor *)arg, first, count), dbias);
 }
 
 /* Adds to the gradients of the biases that the layers add themselves. */
@@ -961,6 +965,20 @@ MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt
     return MT_SUCCESS;
 }
 
+/* The mt_token_operator of an activation's backward. */
+typedef struct mti_activation_rows {
+    mt_activation kind;
+    mt_tensor h, dy, dh;
+} mti_activation_rows;
+
+static mt_status mti_activation_of_rows(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dbias,
+                                        mt_tensor none) {
+    const mti_activation_rows *r = (const mti_activation_rows *)arg;
+    (void)none;
+    return mt_activation_backward(ctx, r->kind, mt_tensor_rows(r->h, first, count), mt_tensor_rows(r->dy, first, count),
+                                  mt_tensor_rows(r->dh, first, count), dbias);
+}
+
 MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_parallel_linear *layer,
                                                         mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh) {
     static const char *const function = "mt_column_parallel_activation_backward";
@@ -972,9 +990,17 @@ MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const m
     if (mti_left_bias(layer)) mti_gradient_added(layer->bias);
     dbias = mti_left_tensor(layer, 1);
     shards = mti_activation_shards(layer);
-    for (s = 0; s < shards; s++)
-        MT_TRY(mt_activation_backward(ctx, kind, mt_shard_cols(h, s, shards), mt_shard_cols(dy, s, shards),
-                                      mt_shard_cols(dh, s, shards), mt_shard_cols(dbias, s, shards)));
+    for (s = 0; s < shards; s++) {
+        mti_activation_rows rows;
+        rows.kind = kind;
+        rows.h = mt_shard_cols(h, s, shards);
+        rows.dy = mt_shard_cols(dy, s, shards);
+        rows.dh = mt_shard_cols(dh, s, shards);
+        if (dbias.data)
+            MT_TRY(mti_sum_over_context(ctx, mti_activation_of_rows, &rows, h.rows, mt_shard_cols(dbias, s, shards),
+                                        mt_none()));
+        else MT_TRY(mti_activation_of_rows(ctx, &rows, 0, h.rows, mt_none(), mt_none()));
+    }
     return MT_SUCCESS;
 }
 

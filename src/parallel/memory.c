@@ -154,7 +154,7 @@ static mt_status mti_params_alloc(mt_context *ctx, mt_params *params) {
     size_t bytes = mti_grads_bytes(params), more;
     void *values = NULL, *grads = NULL, *subtrees = NULL, *room = NULL;
     mt_status status = MT_SUCCESS;
-    while (mt_comm_size(params->grid->dp_cp) << params->levels < mt_context_invariant_data(ctx)) params->levels++;
+    while (params->grid->dp_size << params->levels < mt_context_invariant_data(ctx)) params->levels++;
     more = (size_t)(params->gradients * params->levels) * sizeof(float);
     if (own_values) status = mt_context_alloc(ctx, mti_params_bytes(params, params->elements), &values);
     params->values = values;

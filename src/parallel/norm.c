@@ -91,6 +91,7 @@ MT_API mt_status mt_norm_layer_forward(mt_context *ctx, const mt_norm_layer *lay
 typedef struct mti_norm_call {
     const mt_norm_layer *layer;
     mt_tensor x, stats, dy, dresidual, dx;
+    int64_t first, rows; /* of a norm per head: some rows of x */
 } mti_norm_call;
 
 /* Returns the view of `rows` rows of t, every step-th from row `first` on, and of `cols` columns from column `col`
@@ -131,7 +132,36 @@ static mt_status mti_norm_shard(mt_context *ctx, const void *arg, int64_t shard,
     int64_t groups = c->layer->local_groups, each = groups / mti_shards(ctx, c->layer->tp), i;
     (void)one;
     for (i = 0; i < each; i++)
-        MT_TRY(mti_norm_heads(ctx, c, shard * each + i, groups, c->x.rows / groups, dgain, dbias));
+        MT_TRY(mti_norm_heads(ctx, c, c->first + shard * each + i, groups, c->rows / groups, dgain, dbias));
+    return MT_SUCCESS;
+}
+
+/* With virtual context ranks, the sum over the heads of all tensor ranks comes first for each of them. Tensor rank 0
+   then has the sum, and the others add nothing to it. */
+static mt_status mti_norm_context(mt_context *ctx, const mti_norm_call *c, mt_tensor dgain, mt_tensor dbias) {
+    const int ranks = mti_context_shards(ctx), shards = mti_shards(ctx, c->layer->tp), sums = dbias.data ? 2 : 1;
+    const size_t mark = mt_arena_mark(ctx);
+    mt_tensor all;
+    int i;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, ranks, sums * dgain.cols, &all));
+    MT_TRY(mt_fill(ctx, all, 0.0f));
+    for (i = 0; i < ranks; i++) {
+        const mt_tensor to = mt_tensor_rows(all, i, 1);
+        mti_norm_call part = *c;
+        part.first = i * (c->x.rows / ranks);
+        part.rows = c->x.rows / ranks;
+        MT_TRY(mti_sum_over_shards(ctx, mti_norm_shard, &part, 1, shards, mt_tensor_cols(to, 0, dgain.cols),
+                                   dbias.data ? mt_tensor_cols(to, dgain.cols, dgain.cols) : dbias));
+    }
+    MT_TRY(mt_all_reduce(ctx, c->layer->tp, all.data, all.data, (size_t)(ranks * sums * dgain.cols), MT_F32, MT_SUM));
+    MT_TRY(mt_tree_sum(ctx, all));
+    all = mt_tensor_rows(all, 0, 1);
+    for (i = 0; i < sums && mt_comm_rank(c->layer->tp) == 0; i++) {
+        const mt_tensor to = i ? dbias : dgain, sum = mt_tensor_cols(all, i * to.cols, to.cols);
+        MT_TRY(mt_check_view(ctx, c->layer->tp, sum, MT_PARTIAL)); /* of the ranks, one has a term */
+        MT_TRY(mt_check_view_end(ctx, mt_add(ctx, to, sum, to)));
+    }
+    mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
 
@@ -139,6 +169,7 @@ static mt_status mti_norm_shard(mt_context *ctx, const void *arg, int64_t shard,
    shards of the heads. */
 static mt_status mti_norm_groups(mt_context *ctx, const mti_norm_call *c, mt_tensor dgain, mt_tensor dbias) {
     if (!mt_context_invariant(ctx)) return mti_norm_heads(ctx, c, 0, 1, c->x.rows, dgain, dbias);
+    if (mti_has_context_ranks(ctx)) return mti_norm_context(ctx, c, dgain, dbias);
     return mti_sum_over_shards(ctx, mti_norm_shard, c, 1, mti_shards(ctx, c->layer->tp), dgain, dbias);
 }
 
@@ -160,6 +191,8 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
     if (layer->desc.groups == 0)
         MT_TRY(mt_check_tokens(ctx, function, mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, dy.rows)));
     call.layer = layer;
+    call.first = 0;
+    call.rows = saved->x.rows;
     call.x = saved->x;
     call.stats = saved->stats;
     call.dy = dy;

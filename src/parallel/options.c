@@ -50,12 +50,15 @@ typedef struct mti_deferred {
 typedef struct mti_parallel {
     mt_parallel_options options;
     int trust_ids;
-    int hold;              /* 1 + the slot of mt_layers_hold_reduction; 0: none */
-    mt_hash_log *hash_log; /* NULL: off */
-    int64_t backwards;     /* backwards that mt_pipeline_run has begun in this context */
-    int64_t micro_batch;   /* number of the backward that mt_pipeline_run runs now; 0: none */
-    mt_params *registries; /* those whose parameters have memory */
-    mti_guard guard;       /* invariant mode */
+    int hold;               /* 1 + the slot of mt_layers_hold_reduction; 0: none */
+    mt_hash_log *hash_log;  /* NULL: off */
+    int64_t backwards;      /* backwards that mt_pipeline_run has begun in this context */
+    int64_t micro_batch;    /* number of the backward that mt_pipeline_run runs now; 0: none */
+    mt_params *registries;  /* those whose parameters have memory */
+    mti_guard guard;        /* invariant mode */
+    int context_ranks;      /* V_c in invariant mode, of the newest registry; 0: 1 */
+    int context_shards;     /* how many of these ranks this one is; 0: 1 */
+    int rows_are_sequences; /* see mt_rows_are_sequences */
     mti_deferred deferred;
 } mti_parallel;
 

@@ -196,11 +196,11 @@ MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_param
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_create: %s", out ? "the grid was not created" : "out is NULL");
     *out = NULL;
     MT_TRY(mti_expect_shards(ctx, "mt_params_create", grid->tp));
-    if (mt_context_invariant(ctx) && mt_context_invariant_data(ctx) % mt_comm_size(grid->dp_cp) != 0)
+    if (mt_context_invariant(ctx) && mt_context_invariant_data(ctx) % grid->dp_size != 0)
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "mt_params_create: %d virtual data shards (mt_context_desc.invariant_data) cannot "
                        "be split over %d data ranks",
-                       mt_context_invariant_data(ctx), mt_comm_size(grid->dp_cp));
+                       mt_context_invariant_data(ctx), grid->dp_size);
     MT_TRY(mti_parallel_open(ctx, &options));
     MT_TRY(mt_gemm_prepare(ctx));
     MT_TRY(mti_host_new(ctx, sizeof **out, &memory));

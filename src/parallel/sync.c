@@ -80,9 +80,26 @@ static mt_status mti_sync_copies(mt_context *ctx, mt_params *params) {
     return MT_SUCCESS;
 }
 
-/* Sums over the tensor group what each rank has computed only a part of. */
+/* In invariant mode, sums over the context ranks: before other micro-batches are added, so that the order does not
+   depend on the number of ranks. */
+static mt_status mti_sync_context(mt_context *ctx, mt_params *params) {
+    const size_t lookups = (size_t)(params->gradients - params->elements);
+    mt_comm *cp = params->grid->cp;
+    int64_t lo, hi;
+    if (!mt_context_invariant(ctx) || params->grid->cp_size == 1) return MT_SUCCESS;
+    for (hi = params->elements; hi > 0; hi = lo) {
+        lo = mti_bucket_low(params, hi);
+        MT_TRY(mti_bucket_sum(ctx, params, cp, lo, hi));
+    }
+    if (lookups == 0) return MT_SUCCESS;
+    return mt_all_reduce(ctx, cp, params->lookups, params->lookups, lookups, MT_F32, MT_SUM);
+}
+
+/* Sums over the tensor group what each rank has computed only a part of. Parts of tokens come before the sum over the
+   context ranks, because tensor ranks divide the tokens of a context rank, and copies come after it. */
 static mt_status mti_sync_tensor_ranks(mt_context *ctx, mt_params *params) {
     MT_TRY(mti_sync_partial(ctx, params));
+    MT_TRY(mti_sync_context(ctx, params));
     return mti_sync_copies(ctx, params);
 }
 
@@ -108,7 +125,7 @@ MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "%s: more than %lld micro-batches on each of %d data ranks; mt_context_desc.invariant_data is "
                        "%d",
-                       function, (long long)params->micro_batches, mt_comm_size(params->grid->dp_cp),
+                       function, (long long)params->micro_batches, params->grid->dp_size,
                        mt_context_invariant_data(ctx));
     MT_TRY(mti_gradients_open(ctx, function, params->list[0]));
     MT_TRY(mti_gradients_fill(ctx, params, 0, params->count));
@@ -202,7 +219,7 @@ static mt_status mti_sync_embeddings(mt_context *ctx, mt_params *params) {
 static mt_status mti_sync_lookups(mt_context *ctx, mt_params *params) {
     float *all = params->lookups;
     size_t lookups = (size_t)(params->gradients - params->elements);
-    if (lookups > 0) MT_TRY(mt_all_reduce(ctx, params->grid->dp_cp, all, all, lookups, MT_F32, MT_SUM));
+    if (lookups > 0) MT_TRY(mt_all_reduce(ctx, params->grid->dp, all, all, lookups, MT_F32, MT_SUM));
     return mti_sync_embeddings(ctx, params);
 }
 

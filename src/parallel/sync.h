@@ -22,9 +22,9 @@ MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params);
    all-reduce each). Then it sums all gradients over the data group, with one all-reduce for each bucket. With a sharded
    optimizer it uses reduce-scatters over the data group: param->grad then holds the sum only in this rank's share of
    each bucket (see mt_gather_gradients).
-   In invariant mode, the sums over the tensor group are computed once for each micro-batch (in
-   mt_accumulate_gradients), and shared embeddings are summed last. All sums are all-reduces, even with a sharded
-   optimizer.
+   In invariant mode, the sums over the tensor and the context group are computed once for each micro-batch (in
+   mt_accumulate_gradients), those over the data group do not contain the context ranks, and shared embeddings are
+   summed last. All sums are all-reduces, even with a sharded optimizer.
    MT_ERR_SHAPE, in invariant mode: the number of micro-batches is not a power of two.
    MT_ERR_ARGUMENT: the gradients are synchronised or used already, or were never zeroed (see mt_params_zero_grad); in
    invariant mode, the last of several micro-batches was not accumulated. After another error, such as that of a

@@ -70,6 +70,32 @@ MT_API mt_status mt_vocab_parallel_embedding_forward(mt_context *ctx, const mt_v
     return status;
 }
 
+/* The mt_token_operator of mti_embedding_add. */
+typedef struct mti_lookup {
+    int64_t first_row;
+    const int32_t *ids;
+    mt_tensor dy;
+} mti_lookup;
+
+static mt_status mti_lookup_rows(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dtable,
+                                 mt_tensor none) {
+    const mti_lookup *l = (const mti_lookup *)arg;
+    (void)none;
+    return mt_embedding_backward(ctx, mt_tensor_rows(l->dy, first, count), l->first_row, l->ids + first, dtable);
+}
+
+/* Adds the rows of dy to those of the gradient of the table. */
+static mt_status mti_embedding_add(mt_context *ctx, const mt_vocab_parallel_embedding *layer, const int32_t *ids,
+                                   mt_tensor dy) {
+    mti_lookup l;
+    l.first_row = layer->first_row;
+    l.ids = ids;
+    l.dy = dy;
+    return mti_sum_over_context(ctx, mti_lookup_rows, &l, dy.rows,
+                                layer->weight->lookup_grad.data ? layer->weight->lookup_grad : layer->weight->grad,
+                                mt_none());
+}
+
 MT_API mt_status mt_vocab_parallel_embedding_backward(mt_context *ctx, const mt_vocab_parallel_embedding *layer,
                                                       const int32_t *ids, int64_t tokens, mt_tensor dy) {
     size_t mark;
@@ -82,10 +108,7 @@ MT_API mt_status mt_vocab_parallel_embedding_backward(mt_context *ctx, const mt_
     mark = mt_arena_mark(ctx);
     status = mt_gather_tokens(ctx, layer->tp, layer->desc.sequence_parallel, dy, &all);
     if (status == MT_SUCCESS) mti_gradient_added(layer->weight);
-    if (status == MT_SUCCESS)
-        status =
-            mt_embedding_backward(ctx, all, layer->first_row, ids,
-                                  layer->weight->lookup_grad.data ? layer->weight->lookup_grad : layer->weight->grad);
+    if (status == MT_SUCCESS) status = mti_embedding_add(ctx, layer, ids, all);
     mt_arena_release(ctx, mark);
     return status;
 }
