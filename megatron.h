@@ -337,7 +337,12 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
              (mt_kv_cache_advance)
      x, y    [sequences * seq, hidden] on every tensor rank, also with sequence_parallel, because the tokens of a step
              need not be a multiple of t. y must not overlap x. In y, rows of tokens that are not valid have no meaning
-   Communication: 1 all-reduce over the tensor group.
+   On c context ranks, x and y have all tokens on each rank, or the rank's share of them, [sequences * s / c, hidden].
+   Then s is seq, rounded up to a multiple of 2 c (of c with context.contiguous, of 2 V_c or V_c in invariant mode). The
+   rows are those of mt_context_parallel_token for sequences of s tokens; tokens from seq on are padding. Each rank gets
+   all keys and values in its cache.
+   Communication: 1 all-reduce over the tensor group. For a share of the tokens, also 1 all-gather of keys and values
+   over the context group.
    Errors: MT_ERR_UNSUPPORTED (the mask is not causal), MT_ERR_SHAPE (with rotary, the max_seq of the cache is greater
    than that of the layer), and those of mt_kv_cache_append. After an error, only keys and values at positions from
    lengths on may have changed.
@@ -822,18 +827,24 @@ MT_API mt_status mt_gpt_cache_set_length(mt_context *ctx, const mt_gpt_cache *ca
                sequence, as in mt_gpt_logits. Rows of tokens that are not valid, and of sequences with 0 new tokens,
                have finite numbers without a meaning. mt_none(): no logits are computed
    The logits are those of mt_gpt_logits for the whole text, up to rounding. In invariant mode on a CPU with the
-   built-in GEMM they have the bits of mt_gpt_logits, on every split and however the text is divided into calls.
+   built-in GEMM they have the bits of mt_gpt_logits, on every split and however the text is divided into calls; with
+   virtual context ranks (context.invariant) they have bits of their own, which are the same on every split.
    Collective over the tensor and the pipeline group, as mt_gpt_logits: all ranks pass the same batch and ids, and have
    caches of the same sizes. Communication over the tensor group: 1 all-reduce for the embedding and 2 for each layer of
    [sequences * seq, hidden], also with sequence_parallel, and 1 all-gather for the logits. On a pipeline, each stage
    sends [sequences * seq, hidden] to the next, and the last stage broadcasts the logits. On a GPU the call waits only
    to look up the last tokens of a batch that has lengths and more than one token for each sequence.
-   Context ranks do not divide this work: all of them pass the same batch and ids, and each computes all tokens.
+   All context ranks pass the same batch and ids, and get the same logits. c of them divide the tokens of a call with at
+   least c * MT_PREFILL_TOKENS new tokens of each sequence, as prompts have: each layer then does 1 all-gather of keys
+   and values over the context group, and the call 1 all-reduce of the last tokens, or 1 all-gather of all tokens. With
+   fewer new tokens, or where seq rounded up to what the ranks can divide would be more than the model's max_seq, each
+   rank computes all of them, without communication over the context group.
    Errors: MT_ERR_ARGUMENT (the batch has another number of sequences than the cache, or the cache is of another model),
    MT_ERR_SHAPE (seq is greater than the model's max_seq), MT_ERR_DATA (an id is out of range, on a GPU as in
    mt_gpt_logits; on a CPU: a sequence would have more than max_seq tokens). After an error the lengths of the cache are
    as before. A GPU does not check the number of tokens: a sequence that gets too many has max_seq tokens afterwards,
    and its logits are undefined. */
+#define MT_PREFILL_TOKENS 16
 MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                       const mt_gpt_cache *cache, mt_tensor logits);
 
@@ -2140,7 +2151,8 @@ MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_
     return mti_attention_zero_rest(ctx, desc, dqkv, mti_qkv_width(desc));
 }
 
-/* The chunks of each sequence that this rank has, see mt_context_parallel_desc: `count`, of `chunk` tokens each. */
+/* The chunks of each sequence that this rank has, see mt_context_parallel_desc: `count`, of `chunk` tokens each. A
+   sequence that they do not divide has padding at its end: `seq` counts it. */
 typedef struct mti_seq_chunks {
     mt_context_parallel_desc context;
     int rank, size, count;
@@ -2156,8 +2168,8 @@ static mti_seq_chunks mti_seq_chunks_of(const mt_comm *cp, const mt_context_para
     c.rank = mt_comm_rank(cp);
     c.size = mt_comm_size(cp);
     c.count = ranks / c.size * (ranks == 1 || c.context.contiguous ? 1 : 2);
-    c.seq = seq;
-    c.chunk = seq / c.count / c.size;
+    c.chunk = (seq + c.count * c.size - 1) / (c.count * c.size);
+    c.seq = c.chunk * c.count * c.size;
     return c;
 }
 
@@ -2321,6 +2333,118 @@ static mt_status mti_attention_core_backward(mt_context *ctx, const mt_self_atte
     return mti_attention_rotate(ctx, a, desc, mt_rotary_backward, dqkv);
 }
 
+/* ---- attention to a key/value cache over context ranks (src/blocks/prefill.c) ------------------------------------ */
+
+/* The part of a cache that belongs to the groups of desc, from mti_attention_shard. */
+static mt_kv_cache mti_cache_shard(const mt_attention_desc *desc, int64_t first, const mt_kv_cache *cache) {
+    int64_t rows = desc->batch * cache->max_seq; /* of a group */
+    mt_kv_cache part = *cache;
+    part.keys = mt_tensor_rows(cache->keys, first * rows, desc->groups * rows);
+    part.values = mt_tensor_rows(cache->values, first * rows, desc->groups * rows);
+    return part;
+}
+
+/* The angles of a cache's positions. */
+static mt_tensor mti_cache_table(const mt_self_attention *a, const mt_kv_cache *cache) {
+    return a->rotary.data ? mt_tensor_rows(a->rotary, 0, cache->max_seq) : mt_none();
+}
+
+/* The desc of a call with chunk i of a context rank. */
+static mt_attention_desc mti_prefill_desc(const mt_attention_desc *whole, const mti_seq_chunks *c, int i) {
+    mt_attention_desc s = *whole;
+    s.seq = c->chunk;
+    s.part.seq = whole->seq;
+    s.part.first_query = mt_min(mti_chunk_token(c, i), whole->seq); /* chunks behind the end are padding */
+    return s;
+}
+
+/* Copies the keys and values of qkv to kv [rows, groups * 2 * head_dim], in the layout of qkv without queries. */
+static mt_status mti_qkv_keys(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor kv) {
+    const int64_t keys = 2 * desc->head_dim, queries = mti_out_width(desc), width = queries + keys;
+    int64_t g;
+    if (desc->qkv_layout != MT_QKV_PER_GROUP)
+        return mt_copy(ctx, mt_tensor_cols(qkv, desc->groups * queries, desc->groups * keys), kv);
+    for (g = 0; g < desc->groups; g++)
+        MT_TRY(mt_copy(ctx, mt_tensor_cols(qkv, g * width + queries, keys), mt_tensor_cols(kv, g * keys, keys)));
+    return MT_SUCCESS;
+}
+
+/* Adds the keys and values of the other context ranks to the cache. They are turned already. */
+static mt_status mti_prefill_gather(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
+                                    const mti_seq_chunks *own, const mt_kv_cache *cache, mt_tensor qkv) {
+    const int64_t rows = desc->batch * own->chunk;
+    mti_seq_chunks c = *own;
+    mt_attention_desc s = *desc;
+    mt_tensor kv, all;
+    int i;
+    s.heads_per_group = 0;
+    s.scores.rotary_base = 0.0f;
+    MT_TRY(mt_arena_tensor(ctx, qkv.dtype, qkv.rows, desc->groups * 2 * desc->head_dim, &kv));
+    MT_TRY(mt_arena_tensor(ctx, qkv.dtype, qkv.rows * own->size, kv.cols, &all));
+    MT_TRY(mti_qkv_keys(ctx, desc, qkv, kv));
+    MT_TRY(mt_all_gather(ctx, a->cp, kv.data, all.data, (size_t)(kv.rows * kv.cols), kv.dtype));
+    for (c.rank = 0; c.rank < c.size; c.rank++)
+        for (i = 0; i < c.count && c.rank != own->rank; i++) {
+            const mt_attention_desc part = mti_prefill_desc(&s, &c, i);
+            const int64_t first = c.rank * qkv.rows + i * rows;
+            MT_TRY(mt_kv_cache_append(ctx, &part, mt_none(), mt_tensor_rows(all, first, rows), cache));
+        }
+    return MT_SUCCESS;
+}
+
+/* Attention of one virtual shard. Each rank has its chunks in qkv and out, and adds all keys and values to its
+   cache. */
+static mt_status mti_prefill_shard(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
+                                   int64_t first, const mt_kv_cache *cache, mt_tensor qkv, mt_tensor out) {
+    const mti_seq_chunks c = mti_seq_chunks_of(a->cp, &a->context, desc->seq);
+    const int64_t rows = desc->batch * c.chunk;
+    const mt_kv_cache part = mti_cache_shard(desc, first, cache);
+    mt_tensor to;
+    int i;
+    if (desc->groups == 0) return MT_SUCCESS;
+    out = mti_attention_cols(desc, out, first, mti_out_width(desc));
+    MT_TRY(mti_qkv_input(ctx, desc, first, qkv, &qkv));
+    MT_TRY(mt_invariant_output(ctx, out, &to));
+    for (i = 0; i < c.count; i++) {
+        const mt_attention_desc s = mti_prefill_desc(desc, &c, i);
+        MT_TRY(mt_kv_cache_append(ctx, &s, mti_cache_table(a, cache), mt_tensor_rows(qkv, i * rows, rows), &part));
+    }
+    MT_TRY(mti_prefill_gather(ctx, a, desc, &c, &part, qkv));
+    for (i = 0; i < c.count; i++) {
+        const mt_attention_desc s = mti_prefill_desc(desc, &c, i);
+        MT_TRY(mt_kv_cache_attention(ctx, &s, mt_tensor_rows(qkv, i * rows, rows), &part,
+                                     mt_tensor_rows(to, i * rows, rows)));
+    }
+    return mt_invariant_store(ctx, to, out);
+}
+
+static mt_status mti_prefill_shards(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
+                                    const mt_kv_cache *cache, mt_tensor qkv, mt_tensor out) {
+    const int shards = a->proj.weight->shards;
+    int64_t first;
+    int s;
+    for (s = 0; s < shards && desc->groups > 0; s++) {
+        const mt_attention_desc part = mti_attention_shard(desc, a->groups, s, shards, &first);
+        const size_t mark = mt_arena_mark(ctx);
+        MT_TRY(mti_prefill_shard(ctx, a, &part, first, cache, qkv, out));
+        mt_arena_release(ctx, mark);
+    }
+    return mti_attention_zero_rest(ctx, desc, out, mti_out_width(desc));
+}
+
+/* Core attention with a cache over context ranks, which turns the queries and keys of qkv itself. */
+static mt_status mti_attention_prefill(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
+                                       const mt_kv_cache *cache, mt_tensor qkv, mt_tensor out) {
+    static const mt_rule rule = {"qkv out", "RR cc rr", NULL};
+    mt_operand o[2];
+    o[0].name = "qkv", o[0].t = qkv, o[0].use = MT_ARG_IN_OUT;
+    o[1].name = "out", o[1].t = out, o[1].use = MT_ARG_OUT;
+    MT_TRY(mt_context_parallel_agree(ctx, a->cp, &a->context, desc));
+    MT_TRY(mt_rule_check(ctx, "attention to a cache over context ranks", &rule, o, 2));
+    mt_check_pause(ctx);
+    return mt_check_resume(ctx, mti_prefill_shards(ctx, a, desc, cache, qkv, out));
+}
+
 /* ---- parallel self-attention (src/blocks/attention.c) ------------------------------------------------------------ */
 
 /* Allocates the outputs of core attention, saved->out and saved->lse. For inference, saved->lse is mt_none(). */
@@ -2364,26 +2488,17 @@ static mt_status mti_attention_log(mt_context *ctx, const mt_column_parallel_lin
     return MT_SUCCESS;
 }
 
-/* The part of a cache that belongs to the groups of desc, from mti_attention_shard. */
-static mt_kv_cache mti_cache_shard(const mt_attention_desc *desc, int64_t first, const mt_kv_cache *cache) {
-    int64_t rows = desc->batch * cache->max_seq; /* of a group */
-    mt_kv_cache part = *cache;
-    part.keys = mt_tensor_rows(cache->keys, first * rows, desc->groups * rows);
-    part.values = mt_tensor_rows(cache->values, first * rows, desc->groups * rows);
-    return part;
-}
-
 /* Adds the keys and values of one virtual shard to the cache, and runs core attention on it. */
 static mt_status mti_attention_shard_cached(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
                                             int64_t first, const mt_kv_cache *cache, mt_tensor qkv, mt_tensor out) {
     size_t mark = mt_arena_mark(ctx);
     mt_kv_cache part = mti_cache_shard(desc, first, cache);
-    mt_tensor table = a->rotary.data ? mt_tensor_rows(a->rotary, 0, cache->max_seq) : mt_none(), to;
+    mt_tensor to;
     if (desc->groups == 0) return MT_SUCCESS;
     out = mti_attention_cols(desc, out, first, mti_out_width(desc));
     MT_TRY(mti_qkv_input(ctx, desc, first, qkv, &qkv));
     MT_TRY(mt_invariant_output(ctx, out, &to));
-    MT_TRY(mt_kv_cache_append(ctx, desc, table, qkv, &part));
+    MT_TRY(mt_kv_cache_append(ctx, desc, mti_cache_table(a, cache), qkv, &part));
     MT_TRY(mt_kv_cache_attention(ctx, desc, qkv, &part, to));
     MT_TRY(mt_invariant_store(ctx, to, out));
     mt_arena_release(ctx, mark);
@@ -2395,6 +2510,7 @@ static mt_status mti_attention_core_cached(mt_context *ctx, const mt_self_attent
                                            const mt_kv_cache *cache, mt_tensor qkv, mt_tensor out) {
     int s, shards = a->proj.weight->shards;
     int64_t first;
+    if (a->cp) return mti_attention_prefill(ctx, a, desc, cache, qkv, out);
     for (s = 0; s < shards && desc->groups > 0; s++) {
         mt_attention_desc part = mti_attention_shard(desc, a->groups, s, shards, &first);
         MT_TRY(mti_attention_shard_cached(ctx, a, &part, first, cache, qkv, out));
@@ -2532,12 +2648,33 @@ static mt_status mti_cache_check(mt_context *ctx, const char *function, const mt
     return mt_check_activation(ctx, function, a->proj.weight, "values", cache->values, rows, a->head_dim);
 }
 
-/* In inference with a cache each rank has all tokens. Clears what divides them in a copy of the struct of a layer. */
+/* In inference with a cache each tensor rank has all tokens. Clears what divides them in a copy of the struct of a
+   layer. */
 static void mti_attention_whole_tokens(mt_self_attention *a) {
     int i;
     a->desc.sequence_parallel = a->qkv.desc.sequence_parallel = a->proj.desc.sequence_parallel = 0;
     for (i = 0; i < 3; i++) a->separate[i].desc.sequence_parallel = 0;
     a->cp = NULL;
+}
+
+/* Returns 1 when x has this context rank's tokens of a call with a cache, and not all of them. */
+static int mti_is_prefill_part(const mt_self_attention *a, const mt_batch *batch, mt_tensor x) {
+    mti_seq_chunks c;
+    if (mt_comm_size(a->cp) == 1 || !batch || batch->seq < 1 || batch->seq > INT32_MAX) return 0;
+    c = mti_seq_chunks_of(a->cp, &a->context, batch->seq);
+    return x.rows != mt_size_mul(batch->sequences, batch->seq) &&
+           x.rows == mt_size_mul(batch->sequences, c.count * c.chunk);
+}
+
+/* Sets the context group of `a`, a copy of the layer for the tokens of x. Returns the batch that x is checked with:
+   that of the caller or, for a part of the tokens, *padded, whose sequences the context ranks divide. */
+static const mt_batch *mti_cached_tokens(const mt_self_attention *layer, const mt_batch *batch, mt_tensor x,
+                                         mt_self_attention *a, mt_batch *padded) {
+    if (!mti_is_prefill_part(layer, batch, x)) return batch;
+    a->cp = layer->cp;
+    *padded = *batch;
+    padded->seq = mti_seq_chunks_of(a->cp, &a->context, batch->seq).seq;
+    return padded;
 }
 
 MT_API int64_t mt_self_attention_cache_groups(const mt_self_attention *attention) {
@@ -2551,13 +2688,16 @@ MT_API mt_status mt_self_attention_cached_forward(mt_context *ctx, const mt_self
     static const char *const function = "mt_self_attention_cached_forward";
     mt_self_attention a;
     mt_attention_desc desc;
+    mt_batch padded;
+    const mt_batch *checked;
     size_t mark;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!attention) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: attention is NULL", function);
     a = *attention;
     mti_attention_whole_tokens(&a);
-    MT_TRY(mti_block_check(ctx, function, &a, batch, "x", x, "y", y));
+    checked = mti_cached_tokens(attention, batch, x, &a, &padded);
+    MT_TRY(mti_block_check(ctx, function, &a, checked, "x", x, "y", y));
     MT_TRY(mti_cache_check(ctx, function, &a, batch, cache));
     MT_TRY(mt_check_sent(ctx, function, a.proj.tp, 0, "x", x, "y", y));
     MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
@@ -3488,13 +3628,16 @@ MT_API mt_status mt_transformer_layer_cached_forward(mt_context *ctx, const mt_t
                                                      mt_tensor y) {
     static const char *const function = "mt_transformer_layer_cached_forward";
     mt_transformer_layer l;
+    mt_batch padded;
+    const mt_batch *checked;
     size_t mark;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!layer) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: layer is NULL", function);
     l = *layer;
     mti_layer_whole_tokens(&l);
-    MT_TRY(mti_layer_check(ctx, function, &l, batch, "x", x, "y", y));
+    checked = mti_cached_tokens(&layer->attention, batch, x, &l.attention, &padded);
+    MT_TRY(mti_layer_check(ctx, function, &l, checked, "x", x, "y", y));
     MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
     MT_TRY(mti_cache_check(ctx, function, &l.attention, batch, cache));
     mark = mt_arena_mark(ctx);
@@ -3915,25 +4058,60 @@ static mt_status mti_model_room(mt_context *ctx, const mt_language_model *m, mt_
     return mt_arena_tensor(ctx, m->layers[0].attention.proj.weight->value.dtype, rows, m->desc.layer.hidden, out);
 }
 
+/* Returns the number of this rank's rows of a batch that mti_model_call_check has accepted. */
+static int64_t mti_model_rows(const mt_language_model *m, const mt_batch *batch) {
+    const mti_seq_chunks c = mti_seq_chunks_of(m->cp, &m->layers[0].attention.context, batch->seq);
+    return batch->sequences * c.count * c.chunk / (m->desc.layer.sequence_parallel ? m->grid->tp_size : 1);
+}
+
+/* Copies the numbers of this context rank's tokens, of those of all tokens of the batch, to own. Tokens behind the end
+   of a sequence get the numbers of its first ones. */
+static mt_status mti_model_own_numbers(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
+                                       const int32_t *all, mt_tensor own) {
+    const mti_seq_chunks c = mti_seq_chunks_of(m->cp, &m->layers[0].attention.context, batch->seq);
+    const mt_tensor from = mt_tensor_make(all, MT_I32, batch->sequences, batch->seq);
+    const int64_t rows = batch->sequences * c.chunk;
+    int i;
+    for (i = 0; i < c.count; i++) {
+        const mt_tensor to = mt_tensor_make((const int32_t *)own.data + i * rows, MT_I32, batch->sequences, c.chunk);
+        const int64_t first = mt_min(mti_chunk_token(&c, i), batch->seq), n = mt_min(c.chunk, batch->seq - first);
+        if (n > 0) MT_TRY(mt_copy(ctx, mt_tensor_cols(from, first, n), mt_tensor_cols(to, 0, n)));
+        if (n < c.chunk) MT_TRY(mt_copy(ctx, mt_tensor_cols(from, 0, c.chunk - n), mt_tensor_cols(to, n, c.chunk - n)));
+    }
+    return MT_SUCCESS;
+}
+
+/* *ids becomes the numbers of the tokens that this rank computes in a call with a cache. Context ranks may have the
+   same, where sequences have padding. */
+static mt_status mti_model_cached_numbers(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
+                                          const int32_t **ids) {
+    mt_tensor own;
+    if (!m->cp) return MT_SUCCESS;
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, mti_model_rows(m, batch), &own));
+    mt_check_pause(ctx);
+    MT_TRY(mt_check_resume(ctx, mti_model_own_numbers(ctx, m, batch, *ids, own)));
+    *ids = (const int32_t *)own.data;
+    return mt_declare_meant(ctx, own);
+}
+
 /* Computes x, the sum of the embeddings of tokens and of positions that follow those in the cache. */
 static mt_status mti_model_embed_cached(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
                                         const int32_t *ids, const mt_gpt_cache *cache, mt_tensor x) {
     size_t mark = mt_arena_mark(ctx);
-    mt_tensor positions;
+    mt_tensor all;
+    const int32_t *positions;
+    MT_TRY(mti_model_cached_numbers(ctx, m, batch, &ids));
     MT_TRY(mti_model_embed_tokens(ctx, m, ids, x.rows, x));
-    if (!m->positions) return MT_SUCCESS;
-    MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, x.rows, &positions));
-    MT_TRY(mt_kv_cache_positions(ctx, &cache->layers[0], batch->sequences, batch->seq, (int32_t *)positions.data));
-    MT_TRY(mti_ids_begin(ctx, m, (const int32_t *)positions.data, x.rows, 0));
-    MT_TRY(
-        mti_ids_end(ctx, mt_embedding_forward(ctx, m->positions->value, 0, (const int32_t *)positions.data, 1.0f, x)));
+    if (m->positions) {
+        MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, batch->sequences * batch->seq, &all));
+        MT_TRY(mt_kv_cache_positions(ctx, &cache->layers[0], batch->sequences, batch->seq, (int32_t *)all.data));
+        positions = (const int32_t *)all.data;
+        MT_TRY(mti_model_cached_numbers(ctx, m, batch, &positions));
+        MT_TRY(mti_ids_begin(ctx, m, positions, x.rows, 0));
+        MT_TRY(mti_ids_end(ctx, mt_embedding_forward(ctx, m->positions->value, 0, positions, 1.0f, x)));
+    }
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
-}
-
-/* Returns the number of this rank's rows of a batch that mti_model_call_check has accepted. */
-static int64_t mti_model_rows(const mt_language_model *m, const mt_batch *batch) {
-    return mti_batch_tokens(m->cp, batch) / (m->desc.layer.sequence_parallel ? m->grid->tp_size : 1);
 }
 
 /* Returns what the activations of a model are over the tensor group. */
@@ -4450,13 +4628,41 @@ static mt_status mti_last_position(mt_context *ctx, const mt_batch *batch, int64
     return MT_SUCCESS;
 }
 
-/* *out becomes x when n is x.rows, and otherwise the rows of the n sequences' last valid tokens, on every context
-   rank. */
+/* *out becomes the rows of all tokens of the batch, of which context ranks have parts in x. */
+static mt_status mti_gpt_gather_rows(mt_context *ctx, const mt_language_model *m, const mt_batch *batch, mt_tensor x,
+                                     mt_tensor *out) {
+    mti_seq_chunks c = mti_seq_chunks_of(m->cp, &m->layers[0].attention.context, batch->seq);
+    mt_tensor all;
+    int64_t s, n, from, to;
+    int i;
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * c.size, x.cols, &all));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, batch->sequences * batch->seq, x.cols, out));
+    MT_TRY(mt_all_gather(ctx, m->cp, x.data, all.data, (size_t)(x.rows * x.cols), x.dtype));
+    for (c.rank = 0; c.rank < c.size; c.rank++)
+        for (i = 0; i < c.count; i++)
+            for (s = 0; s < batch->sequences; s++) {
+                to = mt_min(mti_chunk_token(&c, i), batch->seq);
+                n = mt_min(c.chunk, batch->seq - to);
+                from = c.rank * x.rows + (i * batch->sequences + s) * c.chunk;
+                if (n > 0)
+                    MT_TRY(mt_copy(ctx, mt_tensor_rows(all, from, n), mt_tensor_rows(*out, s * batch->seq + to, n)));
+            }
+    return MT_SUCCESS;
+}
+
+/* *out becomes x when n is x.rows, and otherwise the rows of the n sequences' last valid tokens, or those of all
+   tokens, on every context rank. */
 static mt_status mti_gpt_pick_rows(mt_context *ctx, const mt_language_model *m, const mt_batch *batch, mt_tensor x,
                                    int64_t n, mt_tensor *out) {
     int64_t i, position, row;
     *out = x;
     if (n == x.rows && (!m->cp || n != batch->sequences)) return MT_SUCCESS;
+    if (n != batch->sequences) {
+        mt_check_pause(ctx);
+        MT_TRY(mt_check_resume(ctx, mti_gpt_gather_rows(ctx, m, batch, x, out)));
+        MT_TRY(mt_declare(ctx, m->grid->cp, *out, MT_REPLICATED));
+        return mt_declare(ctx, m->grid->tp, *out, MT_REPLICATED);
+    }
     MT_TRY(mt_arena_tensor(ctx, x.dtype, n, x.cols, out));
     if (m->cp) MT_TRY(mt_fill(ctx, *out, 0.0f));
     for (i = 0; i < n; i++) {
@@ -4482,7 +4688,7 @@ static mt_status mti_gpt_head_logits(mt_context *ctx, const mt_gpt *gpt, const m
 }
 
 /* The last stage computes the logits and broadcasts them to the others. m is the model, or with a cache that of
-   mti_model_whole_tokens. Without a cache, `cache` is NULL. logits may be mt_none(). */
+   mti_gpt_cached_model. Without a cache, `cache` is NULL. logits may be mt_none(). */
 static mt_status mti_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_language_model *m, const mt_batch *batch,
                                 const int32_t *ids, const mt_gpt_cache *cache, mt_tensor logits) {
     mt_tensor x, room;
@@ -4595,18 +4801,22 @@ MT_API mt_status mt_gpt_cache_set_length(mt_context *ctx, const mt_gpt_cache *ca
     return mt_upload(ctx, &value, mt_tensor_make(cache->lengths + sequence, MT_I32, 1, 1));
 }
 
-/* A copy of the model in which each rank has all tokens. The layers do this to themselves. */
-static mt_language_model mti_model_whole_tokens(const mt_language_model *model) {
-    mt_language_model m = *model;
-    m.desc.layer.sequence_parallel = m.tokens.desc.sequence_parallel = 0;
-    m.cp = NULL;
-    return m;
+/* Returns the context group when its ranks divide the tokens of a call with a cache, otherwise NULL. */
+static mt_comm *mti_prefill_group(const mt_language_model *m, const mt_batch *batch) {
+    const int64_t padded = mti_seq_chunks_of(m->cp, &m->layers[0].attention.context, batch->seq).seq;
+    const int ranks = mt_comm_size(m->cp);
+    return ranks > 1 && batch->seq >= (int64_t)MT_PREFILL_TOKENS * ranks && padded <= m->desc.max_seq ? m->cp : NULL;
 }
 
-/* Checks what a call with a cache reads. m is from mti_model_whole_tokens. */
-static mt_status mti_gpt_cached_check(mt_context *ctx, const char *function, const mt_language_model *m,
-                                      const mt_batch *batch, const int32_t *ids, const mt_gpt_cache *cache) {
+/* Checks what a call with a cache reads. *m becomes a copy of the model for it, in which each tensor rank has all
+   tokens, or those of its context rank. The layers do the same to themselves. */
+static mt_status mti_gpt_cached_model(mt_context *ctx, const char *function, const mt_gpt *gpt, const mt_batch *batch,
+                                      const int32_t *ids, const mt_gpt_cache *cache, mt_language_model *m) {
     const mt_self_attention *a;
+    if (!gpt) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: gpt is NULL", function);
+    *m = gpt->model;
+    m->desc.layer.sequence_parallel = m->tokens.desc.sequence_parallel = 0;
+    m->cp = NULL;
     MT_TRY(mti_model_call_check(ctx, function, m, batch));
     MT_TRY(mti_gpt_cache_created(ctx, function, cache));
     a = &m->layers[0].attention;
@@ -4616,6 +4826,7 @@ static mt_status mti_gpt_cached_check(mt_context *ctx, const char *function, con
                        function, (long long)batch->sequences, (long long)m->local_layers, (long long)cache->sequences,
                        (long long)cache->local_layers);
     MT_TRY(mti_cache_check(ctx, function, a, batch, &cache->layers[0]));
+    m->cp = mti_prefill_group(&gpt->model, batch);
     return mt_ids_check(ctx, "token id", ids, batch->sequences * batch->seq, m->desc.vocab, 0);
 }
 
@@ -4634,9 +4845,7 @@ MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const 
     int before;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!gpt) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: gpt is NULL", function);
-    m = mti_model_whole_tokens(&gpt->model);
-    MT_TRY(mti_gpt_cached_check(ctx, function, &m, batch, ids, cache));
+    MT_TRY(mti_gpt_cached_model(ctx, function, gpt, batch, ids, cache, &m));
     if (logits.data)
         MT_TRY(mt_tensor_check(ctx, function, "logits", logits, MT_ARG_FLOAT,
                                logits.rows == batch->sequences ? logits.rows : batch->sequences * batch->seq,
@@ -4701,10 +4910,8 @@ MT_API mt_status mt_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     int before;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!gpt) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: gpt is NULL", function);
-    m = mti_model_whole_tokens(&gpt->model);
     MT_TRY(mt_sample_check(ctx, function, desc));
-    MT_TRY(mti_gpt_cached_check(ctx, function, &m, batch, ids, cache));
+    MT_TRY(mti_gpt_cached_model(ctx, function, gpt, batch, ids, cache, &m));
     next = mt_tensor_make(next_ids, MT_I32, 1, batch->sequences);
     MT_TRY(mt_tensor_check(ctx, function, "next_ids", next, MT_ARG_ANY, 1, batch->sequences));
     mark = mt_arena_mark(ctx);

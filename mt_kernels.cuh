@@ -745,9 +745,14 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
    desc->seq is the number of new tokens of each sequence: 1 for a step that adds one token, the length of the longest
    prompt for prompts. desc->lengths has the number of new tokens of each sequence, 0 to seq (NULL: all have seq). The
    rows of qkv after these are not read. Their rows of out become 0. A sequence with 0 new tokens keeps its cache.
-   Both read the five sizes of desc, qkv_layout and lengths. append also reads the rotary fields of scores, and
+   Both read the five sizes of desc, qkv_layout, lengths and part. append also reads the rotary fields of scores, and
    attention the others and alibi_slopes. scores.mask must be MT_MASK_CAUSAL. kv_seq, dropout, cu_seqlens and bias must
    not be set.
+   A call may have a part of the new tokens, such as those of a context rank: desc->part.seq is the number of new tokens
+   of a whole sequence, and the call has the desc->seq tokens from part.first_query on. Then lengths counts the new
+   tokens of the whole sequence, and token i is token part.first_query + i of them. Tokens from part.seq on are padding.
+   The other fields of part must be 0.
+   In append heads_per_group may be 0: then qkv has only keys and values, [batch * seq, groups * 2 * head_dim].
    Attention reads the keys and values in their own type. On a CPU, calls with at most MT_KV_DECODE_QUERIES queries for
    each key/value head (seq * heads_per_group) read each key and value once, without a copy. Longer calls, and all calls
    in invariant mode, compute blocks of scores as mt_attention_forward does, also with bf16 operands. A row of out then
@@ -10286,14 +10291,17 @@ extern "C++" {
    so that every position that they return is in the cache. A token that finds no room counts as padding. */
 struct mti_cached {
     const int32_t *lengths, *added; /* of the cache and of the desc; added is optional */
-    int64_t seq, max_seq, window;
+    int64_t seq, whole, begin;      /* a call has seq of `whole` new tokens of a sequence, those from begin on */
+    int64_t max_seq, window;
 
     __device__ int64_t held(int64_t b) const { return min(max((int64_t)lengths[b], (int64_t)0), max_seq); }
-    __device__ int64_t tokens(int64_t b) const { /* new ones */
-        return min(added ? min(max((int64_t)added[b], (int64_t)0), seq) : seq, max_seq - held(b));
+    __device__ int64_t all(int64_t b) const { /* new tokens */
+        return min(added ? min(max((int64_t)added[b], (int64_t)0), whole) : whole, max_seq - held(b));
     }
+    __device__ int64_t before(int64_t b) const { return held(b) + min(all(b), begin); } /* tokens before the call's */
+    __device__ int64_t tokens(int64_t b) const { return min(max(all(b) - begin, (int64_t)0), seq); } /* the call's */
     /* token i sees the keys [first, end): none if it is padding */
-    __device__ int end(int64_t b, int64_t i) const { return i < tokens(b) ? (int)(held(b) + i + 1) : 0; }
+    __device__ int end(int64_t b, int64_t i) const { return i < tokens(b) ? (int)(before(b) + i + 1) : 0; }
     __device__ int first(int end) const { return window > 0 ? max(end - (int)window, 0) : 0; }
 };
 
@@ -10407,7 +10415,9 @@ struct mti_flash {
         return all;
     }
     /* the position of query 0 of a sequence among its keys */
-    __device__ int position(int64_t b) const { return (int)(cached.lengths ? cached.held(b) : mti_key_of_query(&p.s)); }
+    __device__ int position(int64_t b) const {
+        return (int)(cached.lengths ? cached.before(b) : mti_key_of_query(&p.s));
+    }
     __device__ int64_t stat(int64_t b, int64_t head) const {
         return (b * p.s.groups * p.s.heads_per_group + head) * pitch;
     }
@@ -13491,8 +13501,16 @@ typedef struct mti_kv {
 } mti_kv;
 
 /* The number of new tokens of sequence b. */
-MT_INLINE MT_HOST_DEVICE int64_t mti_kv_new(const mt_attention_desc *s, int64_t b) {
-    return s->lengths ? s->lengths[b] : s->seq;
+static int64_t mti_kv_added(const mt_attention_desc *s, int64_t b) { return s->lengths ? s->lengths[b] : s->part.seq; }
+
+/* The number of those that a call has: with a part, those from part.first_query on. */
+static int64_t mti_kv_new(const mt_attention_desc *s, int64_t b) {
+    return mt_min(mt_max(mti_kv_added(s, b) - s->part.first_query, 0), s->seq);
+}
+
+/* The number of tokens of sequence b that come before those of a call. */
+static int64_t mti_kv_before(const mti_kv *k, int64_t b) {
+    return k->cache.lengths[b] + mt_min(mti_kv_added(&k->desc, b), k->desc.part.first_query);
 }
 
 /* The row of keys and values for position 0. */
@@ -13507,7 +13525,6 @@ static mt_status mti_kv_expect_options(mt_context *ctx, const char *where, const
     if (s->scores.mask != MT_MASK_CAUSAL) field = "a mask other than MT_MASK_CAUSAL";
     if (s->dropout.p != 0.0f) field = "dropout";
     if (s->kv_seq != 0) field = "kv_seq";
-    if (s->part.seq != 0) field = "part";
     if (s->cu_seqlens || s->documents != 0) field = "cu_seqlens";
     if (s->bias.value.data || s->bias.grad.data) field = "a bias";
     if (!field) return MT_SUCCESS;
@@ -13543,7 +13560,7 @@ static mt_status mti_kv_expect_lengths(const mti_kv *k, const char *where) {
     if (mt_context_device(k->ctx) != MT_DEVICE_CPU) return MT_SUCCESS;
     MT_TRY(mti_expect_lengths(k->ctx, where, &k->desc));
     for (b = 0; b < k->desc.batch; b++) {
-        int64_t held = k->cache.lengths[b], added = mti_kv_new(&k->desc, b);
+        int64_t held = k->cache.lengths[b], added = mti_kv_added(&k->desc, b);
         if (held < 0 || held > most)
             return mt_fail(k->ctx, MT_ERR_DATA, "%s: cache.lengths[%lld] is %lld, must be in [0, %lld]", where,
                            (long long)b, (long long)held, (long long)most);
@@ -13555,10 +13572,26 @@ static mt_status mti_kv_expect_lengths(const mti_kv *k, const char *where) {
     return MT_SUCCESS;
 }
 
+/* Checks desc->part. The tokens of a call may end behind those of the sequence: these are padding. */
+static mt_status mti_kv_expect_part(mt_context *ctx, const char *where, const mt_attention_part *p) {
+    MT_TRY(mt_check_size(ctx, where, NULL, "part.seq", p->seq, 0, INT_MAX));
+    MT_TRY(mt_check_size(ctx, where, NULL, "part.first_query", p->first_query, 0, p->seq));
+    if (p->kv_seq == 0 && p->first_key == 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: part.%s cannot be used with a key/value cache", where,
+                   p->kv_seq ? "kv_seq" : "first_key");
+}
+
 /* Checks desc and the fields of the cache, and fills k with them. */
 static mt_status mti_kv_fill(mt_context *ctx, const char *where, const mt_attention_desc *desc,
                              const mt_kv_cache *cache, mti_kv *k) {
-    MT_TRY(mti_expect_heads(ctx, where, desc));
+    mt_attention_desc whole;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!desc) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc is NULL", where);
+    whole = *desc;
+    memset(&whole.part, 0, sizeof whole.part);
+    whole.heads_per_group += desc->heads_per_group == 0; /* append: no queries */
+    MT_TRY(mti_expect_heads(ctx, where, &whole));
+    MT_TRY(mti_kv_expect_part(ctx, where, &desc->part));
     MT_TRY(mti_kv_expect_options(ctx, where, desc));
     MT_TRY(mti_kv_expect_cache(ctx, where, cache, desc->batch));
     memset(k, 0, sizeof *k);
@@ -13583,6 +13616,7 @@ MT_API mt_status mt_kv_cache_check(mt_context *ctx, const char *where, const mt_
                                    const mt_kv_cache *cache) {
     mti_kv k;
     MT_TRY(mti_kv_fill(ctx, where, desc, cache, &k));
+    MT_TRY(mt_check_size(ctx, where, NULL, "heads_per_group", desc->heads_per_group, 1, INT64_MAX - 2));
     return mti_kv_expect_lengths(&k, where);
 }
 
@@ -13603,7 +13637,7 @@ static void mti_kv_store(mt_tensor t, int64_t row, const float *x) {
 /* Adds token i of sequence b. */
 static void mti_kv_append_token(const mti_kv *k, int64_t b, int64_t i) {
     const mt_attention_desc *s = &k->desc;
-    int64_t position = k->cache.lengths[b] + i, g, j;
+    int64_t position = mti_kv_before(k, b) + i, g, j;
     const float *angles = mti_row(k->table, position);
     float *x = mti_row(k->qkv, b * s->seq + i);
     for (g = 0; g < s->groups; g++) {
@@ -13964,7 +13998,7 @@ static void mti_kv_attention_group(mti_kv_loop *l, int64_t b, int64_t g) {
     const mti_kv *k = l->k;
     int64_t n = mti_kv_new(&k->desc, b);
     l->a.desc.seq = n;
-    l->a.desc.kv_seq = k->cache.lengths[b] + n;
+    l->a.desc.kv_seq = mti_kv_before(k, b) + n;
     mti_attention_whole(&l->a.desc);
     if (n > 0 && l->is_few) mti_kv_few_group(k, &l->a, &l->few, b, g);
     if (n > 0 && !l->is_few) mti_kv_blocks_group(k, &l->a, b, g);
@@ -13985,7 +14019,7 @@ static void mti_kv_attention_groups(void *data, int thread, int64_t first, int64
 /* The number of elements of keys and values that each query of a group reads, on average over the sequences. */
 static int64_t mti_kv_elements(const mti_kv *k) {
     int64_t keys = 0, b;
-    for (b = 0; b < k->desc.batch; b++) keys += k->cache.lengths[b] + mti_kv_new(&k->desc, b);
+    for (b = 0; b < k->desc.batch; b++) keys += mti_kv_before(k, b) + mti_kv_new(&k->desc, b);
     return 2 * k->desc.heads_per_group * k->desc.head_dim * (keys / k->desc.batch + 1);
 }
 
@@ -14043,7 +14077,9 @@ struct mti_kv_gpu {
 };
 
 static mti_cached mti_cached_of(const mti_kv *kv) {
-    mti_cached c = {kv->cache.lengths, kv->desc.lengths, kv->desc.seq, kv->cache.max_seq, kv->desc.scores.window};
+    const mt_attention_desc *s = &kv->desc;
+    mti_cached c = {kv->cache.lengths,   s->lengths,        s->seq,          s->part.seq,
+                    s->part.first_query, kv->cache.max_seq, s->scores.window};
     return c;
 }
 
@@ -14103,7 +14139,7 @@ template <int TYPE, bool PAIRS> static __global__ void __launch_bounds__(256) mt
     int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x, items = k.s.batch * k.s.seq * of_token;
     for (; i < items; i += (int64_t)gridDim.x * 256) {
         int64_t row = mt_divide(i, of_token), b = mt_divide(row, k.s.seq),
-                position = k.tokens.held(b) + row - b * k.s.seq;
+                position = k.tokens.before(b) + row - b * k.s.seq;
         int64_t in_token = i - row * of_token, slot = mt_divide(in_token, k.vectors), group = mt_divide(slot, heads);
         if (row - b * k.s.seq >= k.tokens.tokens(b)) continue;
         mti_kv_move_vector<TYPE, PAIRS>(k, row, group, slot - group * heads, in_token - slot * k.vectors, position,
@@ -14886,6 +14922,7 @@ MT_API mt_status mt_kv_cache_attention(mt_context *ctx, const mt_attention_desc 
     mti_kv k;
     mti_operator op;
     MT_TRY(mti_kv_check(ctx, where, desc, qkv, cache, &k));
+    MT_TRY(mt_check_size(ctx, where, NULL, "heads_per_group", desc->heads_per_group, 1, INT64_MAX - 2));
     const int64_t rows = desc->batch * desc->groups * cache->max_seq, tokens = desc->batch * desc->seq;
     const int64_t sizes[] = {tokens, mti_attention_width(desc), rows, desc->head_dim,
                              mti_attention_heads(desc) * desc->head_dim};

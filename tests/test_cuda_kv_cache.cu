@@ -28,6 +28,7 @@ typedef struct config {
     bool old_gpu = false; /* the kernels are those of a build for sm_75 */
     int offset = 0; /* elements by which qkv, out, keys and values miss an address that is a multiple of 16 bytes */
     std::vector<int32_t> held = {0}, added; /* of each sequence; no `added`: all have seq */
+    int64_t whole = 0, first = 0;           /* the call has seq of `whole` new tokens, those from `first` on; 0: all */
 } config;
 
 /* The arguments of a call, on the GPU. All views have elements before and behind them, and qkv and out between their
@@ -36,17 +37,17 @@ typedef struct call {
     mt_attention_desc s;
     mt_kv_cache cache;
     mt_tensor table, qkv, out;
-    int32_t held[BATCH], added[BATCH];
+    int32_t held[BATCH], added[BATCH]; /* tokens before those of the call, and tokens of the call */
 } call;
 
 static const char *describe(const config *c) {
     static char text[320];
     int n = snprintf(text, sizeof text,
                      "%s, head_dim %d, batch %d, seq %d, %d groups of %d, max_seq %d, layout %d, "
-                     "rotary %d %d, window %d, softcap %g, alibi %d, offset %d, held",
+                     "rotary %d %d, window %d, softcap %g, alibi %d, offset %d, from %d of %d, held",
                      mt_dtype_name(c->type), (int)c->dim, (int)c->batch, (int)c->seq, (int)c->groups, (int)c->per_group,
                      (int)c->max_seq, (int)c->layout, c->rotary, (int)c->rotary_dim, (int)c->window, (double)c->softcap,
-                     c->alibi, c->offset);
+                     c->alibi, c->offset, (int)c->first, (int)c->whole);
     for (int32_t h : c->held) n += snprintf(text + n, sizeof text - (size_t)n, " %d", (int)h);
     return text;
 }
@@ -149,9 +150,10 @@ static call call_new(const config *c) {
     k.s.scores.softcap = c->softcap;
     for (int64_t b = 0; b < c->batch; b++) {
         k.held[b] = c->held[(size_t)b % c->held.size()];
-        k.added[b] = c->added.empty() ? (int32_t)c->seq : c->added[(size_t)b % c->added.size()];
+        k.added[b] = c->added.empty() ? (int32_t)mt_max(c->seq, c->whole) : c->added[(size_t)b % c->added.size()];
     }
     if (!c->added.empty()) k.s.lengths = upload_numbers(k.added, c->batch);
+    k.s.part.seq = c->whole, k.s.part.first_query = c->first;
     if (c->alibi) {
         OK(mt_arena_tensor(gpu, MT_F32, 1, heads, &slopes));
         OK(mt_alibi_slopes(gpu, heads, 0, slopes));
@@ -170,6 +172,10 @@ static call call_new(const config *c) {
     k.cache.values = tensor_new(c, rows, c->dim, 0);
     k.cache.max_seq = c->max_seq;
     k.cache.lengths = upload_numbers(k.held, c->batch);
+    for (int64_t b = 0; b < c->batch && c->whole > 0; b++) {
+        k.held[b] += (int32_t)mt_min(k.added[b], c->first);
+        k.added[b] = (int32_t)mt_min(mt_max(k.added[b] - c->first, 0), c->seq);
+    }
     fill_cache(c, &k, k.cache.keys, 100);
     fill_cache(c, &k, k.cache.values, 200);
     return k;
@@ -342,6 +348,7 @@ static floats on_cpu(const config *c, const call *k, const floats &qkv, const fl
     mt_attention_desc s = k->s;
     mt_kv_cache cache = k->cache;
     if (s.lengths) s.lengths = k->added;
+    if (c->whole > 0) s.lengths = k->added, memset(&s.part, 0, sizeof s.part); /* as a call of its own */
     if (s.scores.alibi_slopes) {
         host_slopes = download(mt_tensor_f32((float *)s.scores.alibi_slopes, 1, c->groups * c->per_group));
         s.scores.alibi_slopes = host_slopes.data();
@@ -545,6 +552,21 @@ static void test_long_prompts(void **state) {
         c.softcap = i % 3 == 2 ? 1.5f : 0.0f;
         check_with(c);
     }
+}
+
+/* Parts of prompts, such as those of context ranks, with padding behind the last token. */
+static void test_parts_of_prompts(void **state) {
+    (void)state;
+    for (int64_t seq = 3; seq < 40; seq += 17)
+        for (int part = 0; part < 3; part++) {
+            config c;
+            c.batch = 4, c.groups = 2, c.per_group = 2, c.max_seq = 120, c.rotary = HALVES;
+            c.seq = seq, c.whole = 3 * seq - 1, c.first = part * seq;
+            c.held = {0, 2, 17, 9};
+            if (part > 0) c.added = {(int32_t)(3 * seq - 1), (int32_t)seq + 1, 0, (int32_t)(2 * seq)};
+            c.window = seq == 20 ? 11 : 0;
+            check(c);
+        }
 }
 
 static void test_window(void **state) {
@@ -798,12 +820,12 @@ static void test_refusals(void **state) {
 
 /* ---- a GPT ------------------------------------------------------------------------------------------------------- */
 
-enum { TEXTS = 3, TEXT = 20, VOCAB = 37 };
+enum { TEXTS = 3, TEXT = 44, VOCAB = 37 };
 
 /* invariant: virtual shards, or 0. logits: of rank 0, those of all calls in their order. */
 typedef struct model_run {
     mt_dtype dtype;
-    int invariant;
+    int tp, cp, invariant;
     floats logits;
 } model_run;
 
@@ -812,7 +834,7 @@ static mt_gpt_desc model_desc(void) {
     memset(&d, 0, sizeof d);
     d.vocab = VOCAB;
     d.layers = 1;
-    d.max_seq = 24;
+    d.max_seq = 48;
     d.layer.hidden = 128;
     d.layer.heads = 2, d.layer.kv_heads = 1; /* heads of 64 features: prompts run on tensor cores in 16 bits */
     d.layer.norm.kind = MT_RMS_NORM;
@@ -855,26 +877,45 @@ static mt_status feed(test_rank *r, model_run *run, const mt_gpt *gpt, const mt_
     return MT_SUCCESS;
 }
 
-/* Prompts of 12, 3 and no tokens, then tokens one by one, with a text that begins late. */
-static mt_status generate_like(test_rank *r, model_run *run, const mt_gpt *gpt, const mt_gpt_cache *cache) {
-    const int32_t prompts[] = {12, 3, 0}, one[] = {1, 1, 1}, late[] = {1, 2, 6};
-    int32_t text[TEXTS * TEXT], at[TEXTS] = {0, 0, 0};
-    floats whole((size_t)(TEXTS * TEXT * VOCAB));
-    uint64_t seed = 11;
-    double most = 0, tolerance;
+/* The logits of whole texts. Context ranks compute those of their tokens, and exchange them. */
+static mt_status whole_logits(test_rank *r, const mt_gpt *gpt, const int32_t *text, floats *whole) {
+    const int64_t ranks = r->grid.cp_size, rows = TEXTS * TEXT / ranks;
+    std::vector<int32_t> own((size_t)rows);
+    floats all((size_t)(TEXTS * TEXT * VOCAB));
     const int32_t *ids;
-    mt_tensor logits;
+    mt_tensor logits, gathered;
     mt_batch batch;
     memset(&batch, 0, sizeof batch);
     batch.sequences = TEXTS, batch.seq = TEXT;
-    for (int32_t &t : text) t = (int32_t)test_below(&seed, VOCAB);
-    MT_TRY(ids_of(r, text, TEXTS * TEXT, &ids));
-    MT_TRY(mt_arena_tensor(r->ctx, MT_F32, TEXTS * TEXT, VOCAB, &logits));
+    for (int64_t i = 0; i < rows; i++)
+        own[(size_t)i] = text[mt_context_parallel_token(NULL, r->grid.cp_rank, (int)ranks, TEXTS, TEXT, i)];
+    MT_TRY(ids_of(r, own.data(), rows, &ids));
+    MT_TRY(mt_arena_tensor(r->ctx, MT_F32, rows, VOCAB, &logits));
+    MT_TRY(mt_arena_tensor(r->ctx, MT_F32, TEXTS * TEXT, VOCAB, &gathered));
     MT_TRY(mt_gpt_logits(r->ctx, gpt, &batch, ids, logits));
-    MT_TRY(mt_download(r->ctx, logits, whole.data()));
+    MT_TRY(mt_all_gather(r->ctx, r->grid.cp, logits.data, gathered.data, (size_t)(rows * VOCAB), MT_F32));
+    MT_TRY(mt_download(r->ctx, gathered, all.data()));
+    *whole = floats(all.size()); /* resize would be instrumented code that the engine runs, too */
+    for (int64_t i = 0; i < TEXTS * TEXT; i++)
+        memcpy(whole->data() +
+                   mt_context_parallel_token(NULL, (int)(i / rows), (int)ranks, TEXTS, TEXT, i % rows) * VOCAB,
+               all.data() + i * VOCAB, VOCAB * sizeof(float));
+    return MT_SUCCESS;
+}
+
+/* Prompts of 34, 3 and no tokens, which two context ranks divide, then tokens one by one, with a text that begins
+   late. */
+static mt_status generate_like(test_rank *r, model_run *run, const mt_gpt *gpt, const mt_gpt_cache *cache) {
+    const int32_t prompts[] = {34, 3, 0}, one[] = {1, 1, 1}, late[] = {1, 2, 6};
+    int32_t text[TEXTS * TEXT], at[TEXTS] = {0, 0, 0};
+    floats whole;
+    uint64_t seed = 11;
+    double most = 0, tolerance;
+    for (int32_t &t : text) t = (int32_t)test_below(&seed, VOCAB);
+    MT_TRY(whole_logits(r, gpt, text, &whole));
     for (float x : whole) most = fmax(most, fabs(x));
     tolerance = most * (run->dtype == MT_F32 ? 4e-6 : 4e-2);
-    MT_TRY(feed(r, run, gpt, cache, text, at, prompts, 12, whole, tolerance));
+    MT_TRY(feed(r, run, gpt, cache, text, at, prompts, 34, whole, tolerance));
     for (int i = 0; i < 2; i++) {
         MT_TRY(feed(r, run, gpt, cache, text, at, one, 1, whole, tolerance));
         MT_TRY(feed(r, run, gpt, cache, text, at, late, 6, whole, tolerance));
@@ -893,7 +934,7 @@ static mt_status model_main(mt_comm *world, void *user) {
     memset(&shape, 0, sizeof shape);
     memset(&where, 0, sizeof where);
     memset(&cache, 0, sizeof cache);
-    shape.tp = mt_comm_size(world);
+    shape.tp = run->tp, shape.cp = run->cp;
     where.device = MT_DEVICE_CUDA;
     where.arena_bytes = (size_t)32 << 20;
     where.invariant = run->invariant;
@@ -908,45 +949,42 @@ static mt_status model_main(mt_comm *world, void *user) {
     return status;
 }
 
+static void run_gpt(model_run *run, int type, int invariant, int tp, int cp) {
+    run->dtype = type ? MT_BF16 : MT_F32;
+    run->invariant = invariant;
+    run->tp = tp, run->cp = cp;
+    test_launch(tp * cp, model_main, run);
+    assert_int_equal(run->logits.size(), 61 * VOCAB);
+}
+
 static void test_gpt(void **state) {
     (void)state;
-    for (int type = 0; type < 2; type++)
-        for (int invariant = 0; invariant < 3; invariant += 2) {
-            model_run runs[2];
-            for (int tp = 1; tp <= 2; tp++) {
-                model_run *run = &runs[tp - 1];
-                run->dtype = type ? MT_BF16 : MT_F32;
-                run->invariant = invariant;
-                test_launch(tp, model_main, run);
-                assert_int_equal(run->logits.size(), 39 * VOCAB);
-            }
-            if (invariant) same_bits("another split", runs[0].logits, runs[1].logits, runs[0].logits.size());
+    for (int type = 0; type < 2; type++) {
+        model_run one, two, context;
+        run_gpt(&one, type, 2, 1, 1);
+        run_gpt(&two, type, 2, 2, 1);
+        same_bits("another split", one.logits, two.logits, one.logits.size());
+        for (int tp = 1; tp <= 2; tp++) {
+            model_run plain;
+            run_gpt(&plain, type, 0, tp, 1);
         }
+        run_gpt(&context, type, 0, 1, 2);
+    }
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_head_sizes),
-        cmocka_unit_test(test_one_token),
-        cmocka_unit_test(test_many_splits),
-        cmocka_unit_test(test_tiles),
-        cmocka_unit_test(test_tiles_of_tokens),
-        cmocka_unit_test(test_reads),
-        cmocka_unit_test(test_older_gpus),
-        cmocka_unit_test(test_prompts),
-        cmocka_unit_test(test_long_prompts),
-        cmocka_unit_test(test_window),
-        cmocka_unit_test(test_softcap_and_alibi),
-        cmocka_unit_test(test_rotary),
-        cmocka_unit_test(test_offsets),
-        cmocka_unit_test(test_run_to_run),
-        cmocka_unit_test(test_parts),
-        cmocka_unit_test(test_wrong_lengths),
-        cmocka_unit_test(test_memory),
-        cmocka_unit_test(test_graph),
-        cmocka_unit_test(test_positions_and_lengths),
-        cmocka_unit_test(test_refusals),
-        cmocka_unit_test(test_gpt),
+        cmocka_unit_test(test_head_sizes),      cmocka_unit_test(test_one_token),
+        cmocka_unit_test(test_many_splits),     cmocka_unit_test(test_tiles),
+        cmocka_unit_test(test_tiles_of_tokens), cmocka_unit_test(test_reads),
+        cmocka_unit_test(test_older_gpus),      cmocka_unit_test(test_prompts),
+        cmocka_unit_test(test_long_prompts),    cmocka_unit_test(test_parts_of_prompts),
+        cmocka_unit_test(test_window),          cmocka_unit_test(test_softcap_and_alibi),
+        cmocka_unit_test(test_rotary),          cmocka_unit_test(test_offsets),
+        cmocka_unit_test(test_run_to_run),      cmocka_unit_test(test_parts),
+        cmocka_unit_test(test_wrong_lengths),   cmocka_unit_test(test_memory),
+        cmocka_unit_test(test_graph),           cmocka_unit_test(test_positions_and_lengths),
+        cmocka_unit_test(test_refusals),        cmocka_unit_test(test_gpt),
     };
     return cmocka_run_group_tests(tests, open_contexts, close_contexts);
 }

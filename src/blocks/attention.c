@@ -1,7 +1,7 @@
 /* ---- parallel self-attention ------------------------------------------------------------------------------------- */
 
 #pragma once
-#include "attention_core.c"
+#include "prefill.c"
 #include "../parallel/hash_log.h"
 
 /* Allocates the outputs of core attention, saved->out and saved->lse. For inference, saved->lse is mt_none(). */
@@ -45,26 +45,17 @@ static mt_status mti_attention_log(mt_context *ctx, const mt_column_parallel_lin
     return MT_SUCCESS;
 }
 
-/* The part of a cache that belongs to the groups of desc, from mti_attention_shard. */
-static mt_kv_cache mti_cache_shard(const mt_attention_desc *desc, int64_t first, const mt_kv_cache *cache) {
-    int64_t rows = desc->batch * cache->max_seq; /* of a group */
-    mt_kv_cache part = *cache;
-    part.keys = mt_tensor_rows(cache->keys, first * rows, desc->groups * rows);
-    part.values = mt_tensor_rows(cache->values, first * rows, desc->groups * rows);
-    return part;
-}
-
 /* Adds the keys and values of one virtual shard to the cache, and runs core attention on it. */
 static mt_status mti_attention_shard_cached(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
                                             int64_t first, const mt_kv_cache *cache, mt_tensor qkv, mt_tensor out) {
     size_t mark = mt_arena_mark(ctx);
     mt_kv_cache part = mti_cache_shard(desc, first, cache);
-    mt_tensor table = a->rotary.data ? mt_tensor_rows(a->rotary, 0, cache->max_seq) : mt_none(), to;
+    mt_tensor to;
     if (desc->groups == 0) return MT_SUCCESS;
     out = mti_attention_cols(desc, out, first, mti_out_width(desc));
     MT_TRY(mti_qkv_input(ctx, desc, first, qkv, &qkv));
     MT_TRY(mt_invariant_output(ctx, out, &to));
-    MT_TRY(mt_kv_cache_append(ctx, desc, table, qkv, &part));
+    MT_TRY(mt_kv_cache_append(ctx, desc, mti_cache_table(a, cache), qkv, &part));
     MT_TRY(mt_kv_cache_attention(ctx, desc, qkv, &part, to));
     MT_TRY(mt_invariant_store(ctx, to, out));
     mt_arena_release(ctx, mark);
@@ -76,6 +67,7 @@ static mt_status mti_attention_core_cached(mt_context *ctx, const mt_self_attent
                                            const mt_kv_cache *cache, mt_tensor qkv, mt_tensor out) {
     int s, shards = a->proj.weight->shards;
     int64_t first;
+    if (a->cp) return mti_attention_prefill(ctx, a, desc, cache, qkv, out);
     for (s = 0; s < shards && desc->groups > 0; s++) {
         mt_attention_desc part = mti_attention_shard(desc, a->groups, s, shards, &first);
         MT_TRY(mti_attention_shard_cached(ctx, a, &part, first, cache, qkv, out));
@@ -213,12 +205,33 @@ static mt_status mti_cache_check(mt_context *ctx, const char *function, const mt
     return mt_check_activation(ctx, function, a->proj.weight, "values", cache->values, rows, a->head_dim);
 }
 
-/* In inference with a cache each rank has all tokens. Clears what divides them in a copy of the struct of a layer. */
+/* In inference with a cache each tensor rank has all tokens. Clears what divides them in a copy of the struct of a
+   layer. */
 static void mti_attention_whole_tokens(mt_self_attention *a) {
     int i;
     a->desc.sequence_parallel = a->qkv.desc.sequence_parallel = a->proj.desc.sequence_parallel = 0;
     for (i = 0; i < 3; i++) a->separate[i].desc.sequence_parallel = 0;
     a->cp = NULL;
+}
+
+/* Returns 1 when x has this context rank's tokens of a call with a cache, and not all of them. */
+static int mti_is_prefill_part(const mt_self_attention *a, const mt_batch *batch, mt_tensor x) {
+    mti_seq_chunks c;
+    if (mt_comm_size(a->cp) == 1 || !batch || batch->seq < 1 || batch->seq > INT32_MAX) return 0;
+    c = mti_seq_chunks_of(a->cp, &a->context, batch->seq);
+    return x.rows != mt_size_mul(batch->sequences, batch->seq) &&
+           x.rows == mt_size_mul(batch->sequences, c.count * c.chunk);
+}
+
+/* Sets the context group of `a`, a copy of the layer for the tokens of x. Returns the batch that x is checked with:
+   that of the caller or, for a part of the tokens, *padded, whose sequences the context ranks divide. */
+static const mt_batch *mti_cached_tokens(const mt_self_attention *layer, const mt_batch *batch, mt_tensor x,
+                                         mt_self_attention *a, mt_batch *padded) {
+    if (!mti_is_prefill_part(layer, batch, x)) return batch;
+    a->cp = layer->cp;
+    *padded = *batch;
+    padded->seq = mti_seq_chunks_of(a->cp, &a->context, batch->seq).seq;
+    return padded;
 }
 
 MT_API int64_t mt_self_attention_cache_groups(const mt_self_attention *attention) {
@@ -232,13 +245,16 @@ MT_API mt_status mt_self_attention_cached_forward(mt_context *ctx, const mt_self
     static const char *const function = "mt_self_attention_cached_forward";
     mt_self_attention a;
     mt_attention_desc desc;
+    mt_batch padded;
+    const mt_batch *checked;
     size_t mark;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!attention) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: attention is NULL", function);
     a = *attention;
     mti_attention_whole_tokens(&a);
-    MT_TRY(mti_block_check(ctx, function, &a, batch, "x", x, "y", y));
+    checked = mti_cached_tokens(attention, batch, x, &a, &padded);
+    MT_TRY(mti_block_check(ctx, function, &a, checked, "x", x, "y", y));
     MT_TRY(mti_cache_check(ctx, function, &a, batch, cache));
     MT_TRY(mt_check_sent(ctx, function, a.proj.tp, 0, "x", x, "y", y));
     MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));

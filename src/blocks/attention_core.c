@@ -375,7 +375,8 @@ MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_
     return mti_attention_zero_rest(ctx, desc, dqkv, mti_qkv_width(desc));
 }
 
-/* The chunks of each sequence that this rank has, see mt_context_parallel_desc: `count`, of `chunk` tokens each. */
+/* The chunks of each sequence that this rank has, see mt_context_parallel_desc: `count`, of `chunk` tokens each. A
+   sequence that they do not divide has padding at its end: `seq` counts it. */
 typedef struct mti_seq_chunks {
     mt_context_parallel_desc context;
     int rank, size, count;
@@ -391,8 +392,8 @@ static mti_seq_chunks mti_seq_chunks_of(const mt_comm *cp, const mt_context_para
     c.rank = mt_comm_rank(cp);
     c.size = mt_comm_size(cp);
     c.count = ranks / c.size * (ranks == 1 || c.context.contiguous ? 1 : 2);
-    c.seq = seq;
-    c.chunk = seq / c.count / c.size;
+    c.chunk = (seq + c.count * c.size - 1) / (c.count * c.size);
+    c.seq = c.chunk * c.count * c.size;
     return c;
 }
 

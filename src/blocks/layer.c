@@ -446,13 +446,16 @@ MT_API mt_status mt_transformer_layer_cached_forward(mt_context *ctx, const mt_t
                                                      mt_tensor y) {
     static const char *const function = "mt_transformer_layer_cached_forward";
     mt_transformer_layer l;
+    mt_batch padded;
+    const mt_batch *checked;
     size_t mark;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!layer) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: layer is NULL", function);
     l = *layer;
     mti_layer_whole_tokens(&l);
-    MT_TRY(mti_layer_check(ctx, function, &l, batch, "x", x, "y", y));
+    checked = mti_cached_tokens(&layer->attention, batch, x, &l.attention, &padded);
+    MT_TRY(mti_layer_check(ctx, function, &l, checked, "x", x, "y", y));
     MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
     MT_TRY(mti_cache_check(ctx, function, &l.attention, batch, cache));
     mark = mt_arena_mark(ctx);

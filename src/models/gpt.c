@@ -161,13 +161,41 @@ static mt_status mti_last_position(mt_context *ctx, const mt_batch *batch, int64
     return MT_SUCCESS;
 }
 
-/* *out becomes x when n is x.rows, and otherwise the rows of the n sequences' last valid tokens, on every context
-   rank. */
+/* *out becomes the rows of all tokens of the batch, of which context ranks have parts in x. */
+static mt_status mti_gpt_gather_rows(mt_context *ctx, const mt_language_model *m, const mt_batch *batch, mt_tensor x,
+                                     mt_tensor *out) {
+    mti_seq_chunks c = mti_seq_chunks_of(m->cp, &m->layers[0].attention.context, batch->seq);
+    mt_tensor all;
+    int64_t s, n, from, to;
+    int i;
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * c.size, x.cols, &all));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, batch->sequences * batch->seq, x.cols, out));
+    MT_TRY(mt_all_gather(ctx, m->cp, x.data, all.data, (size_t)(x.rows * x.cols), x.dtype));
+    for (c.rank = 0; c.rank < c.size; c.rank++)
+        for (i = 0; i < c.count; i++)
+            for (s = 0; s < batch->sequences; s++) {
+                to = mt_min(mti_chunk_token(&c, i), batch->seq);
+                n = mt_min(c.chunk, batch->seq - to);
+                from = c.rank * x.rows + (i * batch->sequences + s) * c.chunk;
+                if (n > 0)
+                    MT_TRY(mt_copy(ctx, mt_tensor_rows(all, from, n), mt_tensor_rows(*out, s * batch->seq + to, n)));
+            }
+    return MT_SUCCESS;
+}
+
+/* *out becomes x when n is x.rows, and otherwise the rows of the n sequences' last valid tokens, or those of all
+   tokens, on every context rank. */
 static mt_status mti_gpt_pick_rows(mt_context *ctx, const mt_language_model *m, const mt_batch *batch, mt_tensor x,
                                    int64_t n, mt_tensor *out) {
     int64_t i, position, row;
     *out = x;
     if (n == x.rows && (!m->cp || n != batch->sequences)) return MT_SUCCESS;
+    if (n != batch->sequences) {
+        mt_check_pause(ctx);
+        MT_TRY(mt_check_resume(ctx, mti_gpt_gather_rows(ctx, m, batch, x, out)));
+        MT_TRY(mt_declare(ctx, m->grid->cp, *out, MT_REPLICATED));
+        return mt_declare(ctx, m->grid->tp, *out, MT_REPLICATED);
+    }
     MT_TRY(mt_arena_tensor(ctx, x.dtype, n, x.cols, out));
     if (m->cp) MT_TRY(mt_fill(ctx, *out, 0.0f));
     for (i = 0; i < n; i++) {
@@ -193,7 +221,7 @@ static mt_status mti_gpt_head_logits(mt_context *ctx, const mt_gpt *gpt, const m
 }
 
 /* The last stage computes the logits and broadcasts them to the others. m is the model, or with a cache that of
-   mti_model_whole_tokens. Without a cache, `cache` is NULL. logits may be mt_none(). */
+   mti_gpt_cached_model. Without a cache, `cache` is NULL. logits may be mt_none(). */
 static mt_status mti_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_language_model *m, const mt_batch *batch,
                                 const int32_t *ids, const mt_gpt_cache *cache, mt_tensor logits) {
     mt_tensor x, room;
@@ -306,18 +334,22 @@ MT_API mt_status mt_gpt_cache_set_length(mt_context *ctx, const mt_gpt_cache *ca
     return mt_upload(ctx, &value, mt_tensor_make(cache->lengths + sequence, MT_I32, 1, 1));
 }
 
-/* A copy of the model in which each rank has all tokens. The layers do this to themselves. */
-static mt_language_model mti_model_whole_tokens(const mt_language_model *model) {
-    mt_language_model m = *model;
-    m.desc.layer.sequence_parallel = m.tokens.desc.sequence_parallel = 0;
-    m.cp = NULL;
-    return m;
+/* Returns the context group when its ranks divide the tokens of a call with a cache, otherwise NULL. */
+static mt_comm *mti_prefill_group(const mt_language_model *m, const mt_batch *batch) {
+    const int64_t padded = mti_seq_chunks_of(m->cp, &m->layers[0].attention.context, batch->seq).seq;
+    const int ranks = mt_comm_size(m->cp);
+    return ranks > 1 && batch->seq >= (int64_t)MT_PREFILL_TOKENS * ranks && padded <= m->desc.max_seq ? m->cp : NULL;
 }
 
-/* Checks what a call with a cache reads. m is from mti_model_whole_tokens. */
-static mt_status mti_gpt_cached_check(mt_context *ctx, const char *function, const mt_language_model *m,
-                                      const mt_batch *batch, const int32_t *ids, const mt_gpt_cache *cache) {
+/* Checks what a call with a cache reads. *m becomes a copy of the model for it, in which each tensor rank has all
+   tokens, or those of its context rank. The layers do the same to themselves. */
+static mt_status mti_gpt_cached_model(mt_context *ctx, const char *function, const mt_gpt *gpt, const mt_batch *batch,
+                                      const int32_t *ids, const mt_gpt_cache *cache, mt_language_model *m) {
     const mt_self_attention *a;
+    if (!gpt) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: gpt is NULL", function);
+    *m = gpt->model;
+    m->desc.layer.sequence_parallel = m->tokens.desc.sequence_parallel = 0;
+    m->cp = NULL;
     MT_TRY(mti_model_call_check(ctx, function, m, batch));
     MT_TRY(mti_gpt_cache_created(ctx, function, cache));
     a = &m->layers[0].attention;
@@ -327,6 +359,7 @@ static mt_status mti_gpt_cached_check(mt_context *ctx, const char *function, con
                        function, (long long)batch->sequences, (long long)m->local_layers, (long long)cache->sequences,
                        (long long)cache->local_layers);
     MT_TRY(mti_cache_check(ctx, function, a, batch, &cache->layers[0]));
+    m->cp = mti_prefill_group(&gpt->model, batch);
     return mt_ids_check(ctx, "token id", ids, batch->sequences * batch->seq, m->desc.vocab, 0);
 }
 
@@ -345,9 +378,7 @@ MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const 
     int before;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!gpt) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: gpt is NULL", function);
-    m = mti_model_whole_tokens(&gpt->model);
-    MT_TRY(mti_gpt_cached_check(ctx, function, &m, batch, ids, cache));
+    MT_TRY(mti_gpt_cached_model(ctx, function, gpt, batch, ids, cache, &m));
     if (logits.data)
         MT_TRY(mt_tensor_check(ctx, function, "logits", logits, MT_ARG_FLOAT,
                                logits.rows == batch->sequences ? logits.rows : batch->sequences * batch->seq,
@@ -412,10 +443,8 @@ MT_API mt_status mt_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     int before;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!gpt) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: gpt is NULL", function);
-    m = mti_model_whole_tokens(&gpt->model);
     MT_TRY(mt_sample_check(ctx, function, desc));
-    MT_TRY(mti_gpt_cached_check(ctx, function, &m, batch, ids, cache));
+    MT_TRY(mti_gpt_cached_model(ctx, function, gpt, batch, ids, cache, &m));
     next = mt_tensor_make(next_ids, MT_I32, 1, batch->sequences);
     MT_TRY(mt_tensor_check(ctx, function, "next_ids", next, MT_ARG_ANY, 1, batch->sequences));
     mark = mt_arena_mark(ctx);

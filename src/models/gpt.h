@@ -155,18 +155,24 @@ MT_API mt_status mt_gpt_cache_set_length(mt_context *ctx, const mt_gpt_cache *ca
                sequence, as in mt_gpt_logits. Rows of tokens that are not valid, and of sequences with 0 new tokens,
                have finite numbers without a meaning. mt_none(): no logits are computed
    The logits are those of mt_gpt_logits for the whole text, up to rounding. In invariant mode on a CPU with the
-   built-in GEMM they have the bits of mt_gpt_logits, on every split and however the text is divided into calls.
+   built-in GEMM they have the bits of mt_gpt_logits, on every split and however the text is divided into calls; with
+   virtual context ranks (context.invariant) they have bits of their own, which are the same on every split.
    Collective over the tensor and the pipeline group, as mt_gpt_logits: all ranks pass the same batch and ids, and have
    caches of the same sizes. Communication over the tensor group: 1 all-reduce for the embedding and 2 for each layer of
    [sequences * seq, hidden], also with sequence_parallel, and 1 all-gather for the logits. On a pipeline, each stage
    sends [sequences * seq, hidden] to the next, and the last stage broadcasts the logits. On a GPU the call waits only
    to look up the last tokens of a batch that has lengths and more than one token for each sequence.
-   Context ranks do not divide this work: all of them pass the same batch and ids, and each computes all tokens.
+   All context ranks pass the same batch and ids, and get the same logits. c of them divide the tokens of a call with at
+   least c * MT_PREFILL_TOKENS new tokens of each sequence, as prompts have: each layer then does 1 all-gather of keys
+   and values over the context group, and the call 1 all-reduce of the last tokens, or 1 all-gather of all tokens. With
+   fewer new tokens, or where seq rounded up to what the ranks can divide would be more than the model's max_seq, each
+   rank computes all of them, without communication over the context group.
    Errors: MT_ERR_ARGUMENT (the batch has another number of sequences than the cache, or the cache is of another model),
    MT_ERR_SHAPE (seq is greater than the model's max_seq), MT_ERR_DATA (an id is out of range, on a GPU as in
    mt_gpt_logits; on a CPU: a sequence would have more than max_seq tokens). After an error the lengths of the cache are
    as before. A GPU does not check the number of tokens: a sequence that gets too many has max_seq tokens afterwards,
    and its logits are undefined. */
+#define MT_PREFILL_TOKENS 16
 MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                       const mt_gpt_cache *cache, mt_tensor logits);
 

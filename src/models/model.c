@@ -297,25 +297,60 @@ static mt_status mti_model_room(mt_context *ctx, const mt_language_model *m, mt_
     return mt_arena_tensor(ctx, m->layers[0].attention.proj.weight->value.dtype, rows, m->desc.layer.hidden, out);
 }
 
+/* Returns the number of this rank's rows of a batch that mti_model_call_check has accepted. */
+static int64_t mti_model_rows(const mt_language_model *m, const mt_batch *batch) {
+    const mti_seq_chunks c = mti_seq_chunks_of(m->cp, &m->layers[0].attention.context, batch->seq);
+    return batch->sequences * c.count * c.chunk / (m->desc.layer.sequence_parallel ? m->grid->tp_size : 1);
+}
+
+/* Copies the numbers of this context rank's tokens, of those of all tokens of the batch, to own. Tokens behind the end
+   of a sequence get the numbers of its first ones. */
+static mt_status mti_model_own_numbers(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
+                                       const int32_t *all, mt_tensor own) {
+    const mti_seq_chunks c = mti_seq_chunks_of(m->cp, &m->layers[0].attention.context, batch->seq);
+    const mt_tensor from = mt_tensor_make(all, MT_I32, batch->sequences, batch->seq);
+    const int64_t rows = batch->sequences * c.chunk;
+    int i;
+    for (i = 0; i < c.count; i++) {
+        const mt_tensor to = mt_tensor_make((const int32_t *)own.data + i * rows, MT_I32, batch->sequences, c.chunk);
+        const int64_t first = mt_min(mti_chunk_token(&c, i), batch->seq), n = mt_min(c.chunk, batch->seq - first);
+        if (n > 0) MT_TRY(mt_copy(ctx, mt_tensor_cols(from, first, n), mt_tensor_cols(to, 0, n)));
+        if (n < c.chunk) MT_TRY(mt_copy(ctx, mt_tensor_cols(from, 0, c.chunk - n), mt_tensor_cols(to, n, c.chunk - n)));
+    }
+    return MT_SUCCESS;
+}
+
+/* *ids becomes the numbers of the tokens that this rank computes in a call with a cache. Context ranks may have the
+   same, where sequences have padding. */
+static mt_status mti_model_cached_numbers(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
+                                          const int32_t **ids) {
+    mt_tensor own;
+    if (!m->cp) return MT_SUCCESS;
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, mti_model_rows(m, batch), &own));
+    mt_check_pause(ctx);
+    MT_TRY(mt_check_resume(ctx, mti_model_own_numbers(ctx, m, batch, *ids, own)));
+    *ids = (const int32_t *)own.data;
+    return mt_declare_meant(ctx, own);
+}
+
 /* Computes x, the sum of the embeddings of tokens and of positions that follow those in the cache. */
 static mt_status mti_model_embed_cached(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
                                         const int32_t *ids, const mt_gpt_cache *cache, mt_tensor x) {
     size_t mark = mt_arena_mark(ctx);
-    mt_tensor positions;
+    mt_tensor all;
+    const int32_t *positions;
+    MT_TRY(mti_model_cached_numbers(ctx, m, batch, &ids));
     MT_TRY(mti_model_embed_tokens(ctx, m, ids, x.rows, x));
-    if (!m->positions) return MT_SUCCESS;
-    MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, x.rows, &positions));
-    MT_TRY(mt_kv_cache_positions(ctx, &cache->layers[0], batch->sequences, batch->seq, (int32_t *)positions.data));
-    MT_TRY(mti_ids_begin(ctx, m, (const int32_t *)positions.data, x.rows, 0));
-    MT_TRY(
-        mti_ids_end(ctx, mt_embedding_forward(ctx, m->positions->value, 0, (const int32_t *)positions.data, 1.0f, x)));
+    if (m->positions) {
+        MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, batch->sequences * batch->seq, &all));
+        MT_TRY(mt_kv_cache_positions(ctx, &cache->layers[0], batch->sequences, batch->seq, (int32_t *)all.data));
+        positions = (const int32_t *)all.data;
+        MT_TRY(mti_model_cached_numbers(ctx, m, batch, &positions));
+        MT_TRY(mti_ids_begin(ctx, m, positions, x.rows, 0));
+        MT_TRY(mti_ids_end(ctx, mt_embedding_forward(ctx, m->positions->value, 0, positions, 1.0f, x)));
+    }
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
-}
-
-/* Returns the number of this rank's rows of a batch that mti_model_call_check has accepted. */
-static int64_t mti_model_rows(const mt_language_model *m, const mt_batch *batch) {
-    return mti_batch_tokens(m->cp, batch) / (m->desc.layer.sequence_parallel ? m->grid->tp_size : 1);
 }
 
 /* Returns what the activations of a model are over the tensor group. */

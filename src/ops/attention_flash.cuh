@@ -11,14 +11,17 @@ extern "C++" {
    so that every position that they return is in the cache. A token that finds no room counts as padding. */
 struct mti_cached {
     const int32_t *lengths, *added; /* of the cache and of the desc; added is optional */
-    int64_t seq, max_seq, window;
+    int64_t seq, whole, begin;      /* a call has seq of `whole` new tokens of a sequence, those from begin on */
+    int64_t max_seq, window;
 
     __device__ int64_t held(int64_t b) const { return min(max((int64_t)lengths[b], (int64_t)0), max_seq); }
-    __device__ int64_t tokens(int64_t b) const { /* new ones */
-        return min(added ? min(max((int64_t)added[b], (int64_t)0), seq) : seq, max_seq - held(b));
+    __device__ int64_t all(int64_t b) const { /* new tokens */
+        return min(added ? min(max((int64_t)added[b], (int64_t)0), whole) : whole, max_seq - held(b));
     }
+    __device__ int64_t before(int64_t b) const { return held(b) + min(all(b), begin); } /* tokens before the call's */
+    __device__ int64_t tokens(int64_t b) const { return min(max(all(b) - begin, (int64_t)0), seq); } /* the call's */
     /* token i sees the keys [first, end): none if it is padding */
-    __device__ int end(int64_t b, int64_t i) const { return i < tokens(b) ? (int)(held(b) + i + 1) : 0; }
+    __device__ int end(int64_t b, int64_t i) const { return i < tokens(b) ? (int)(before(b) + i + 1) : 0; }
     __device__ int first(int end) const { return window > 0 ? max(end - (int)window, 0) : 0; }
 };
 
@@ -132,7 +135,9 @@ struct mti_flash {
         return all;
     }
     /* the position of query 0 of a sequence among its keys */
-    __device__ int position(int64_t b) const { return (int)(cached.lengths ? cached.held(b) : mti_key_of_query(&p.s)); }
+    __device__ int position(int64_t b) const {
+        return (int)(cached.lengths ? cached.before(b) : mti_key_of_query(&p.s));
+    }
     __device__ int64_t stat(int64_t b, int64_t head) const {
         return (b * p.s.groups * p.s.heads_per_group + head) * pitch;
     }

@@ -27,9 +27,14 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
    desc->seq is the number of new tokens of each sequence: 1 for a step that adds one token, the length of the longest
    prompt for prompts. desc->lengths has the number of new tokens of each sequence, 0 to seq (NULL: all have seq). The
    rows of qkv after these are not read. Their rows of out become 0. A sequence with 0 new tokens keeps its cache.
-   Both read the five sizes of desc, qkv_layout and lengths. append also reads the rotary fields of scores, and
+   Both read the five sizes of desc, qkv_layout, lengths and part. append also reads the rotary fields of scores, and
    attention the others and alibi_slopes. scores.mask must be MT_MASK_CAUSAL. kv_seq, dropout, cu_seqlens and bias must
    not be set.
+   A call may have a part of the new tokens, such as those of a context rank: desc->part.seq is the number of new tokens
+   of a whole sequence, and the call has the desc->seq tokens from part.first_query on. Then lengths counts the new
+   tokens of the whole sequence, and token i is token part.first_query + i of them. Tokens from part.seq on are padding.
+   The other fields of part must be 0.
+   In append heads_per_group may be 0: then qkv has only keys and values, [batch * seq, groups * 2 * head_dim].
    Attention reads the keys and values in their own type. On a CPU, calls with at most MT_KV_DECODE_QUERIES queries for
    each key/value head (seq * heads_per_group) read each key and value once, without a copy. Longer calls, and all calls
    in invariant mode, compute blocks of scores as mt_attention_forward does, also with bf16 operands. A row of out then

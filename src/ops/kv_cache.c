@@ -18,8 +18,16 @@ typedef struct mti_kv {
 } mti_kv;
 
 /* The number of new tokens of sequence b. */
-MT_INLINE MT_HOST_DEVICE int64_t mti_kv_new(const mt_attention_desc *s, int64_t b) {
-    return s->lengths ? s->lengths[b] : s->seq;
+static int64_t mti_kv_added(const mt_attention_desc *s, int64_t b) { return s->lengths ? s->lengths[b] : s->part.seq; }
+
+/* The number of those that a call has: with a part, those from part.first_query on. */
+static int64_t mti_kv_new(const mt_attention_desc *s, int64_t b) {
+    return mt_min(mt_max(mti_kv_added(s, b) - s->part.first_query, 0), s->seq);
+}
+
+/* The number of tokens of sequence b that come before those of a call. */
+static int64_t mti_kv_before(const mti_kv *k, int64_t b) {
+    return k->cache.lengths[b] + mt_min(mti_kv_added(&k->desc, b), k->desc.part.first_query);
 }
 
 /* The row of keys and values for position 0. */
@@ -34,7 +42,6 @@ static mt_status mti_kv_expect_options(mt_context *ctx, const char *where, const
     if (s->scores.mask != MT_MASK_CAUSAL) field = "a mask other than MT_MASK_CAUSAL";
     if (s->dropout.p != 0.0f) field = "dropout";
     if (s->kv_seq != 0) field = "kv_seq";
-    if (s->part.seq != 0) field = "part";
     if (s->cu_seqlens || s->documents != 0) field = "cu_seqlens";
     if (s->bias.value.data || s->bias.grad.data) field = "a bias";
     if (!field) return MT_SUCCESS;
@@ -70,7 +77,7 @@ static mt_status mti_kv_expect_lengths(const mti_kv *k, const char *where) {
     if (mt_context_device(k->ctx) != MT_DEVICE_CPU) return MT_SUCCESS;
     MT_TRY(mti_expect_lengths(k->ctx, where, &k->desc));
     for (b = 0; b < k->desc.batch; b++) {
-        int64_t held = k->cache.lengths[b], added = mti_kv_new(&k->desc, b);
+        int64_t held = k->cache.lengths[b], added = mti_kv_added(&k->desc, b);
         if (held < 0 || held > most)
             return mt_fail(k->ctx, MT_ERR_DATA, "%s: cache.lengths[%lld] is %lld, must be in [0, %lld]", where,
                            (long long)b, (long long)held, (long long)most);
@@ -82,10 +89,26 @@ static mt_status mti_kv_expect_lengths(const mti_kv *k, const char *where) {
     return MT_SUCCESS;
 }
 
+/* Checks desc->part. The tokens of a call may end behind those of the sequence: these are padding. */
+static mt_status mti_kv_expect_part(mt_context *ctx, const char *where, const mt_attention_part *p) {
+    MT_TRY(mt_check_size(ctx, where, NULL, "part.seq", p->seq, 0, INT_MAX));
+    MT_TRY(mt_check_size(ctx, where, NULL, "part.first_query", p->first_query, 0, p->seq));
+    if (p->kv_seq == 0 && p->first_key == 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: part.%s cannot be used with a key/value cache", where,
+                   p->kv_seq ? "kv_seq" : "first_key");
+}
+
 /* Checks desc and the fields of the cache, and fills k with them. */
 static mt_status mti_kv_fill(mt_context *ctx, const char *where, const mt_attention_desc *desc,
                              const mt_kv_cache *cache, mti_kv *k) {
-    MT_TRY(mti_expect_heads(ctx, where, desc));
+    mt_attention_desc whole;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!desc) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc is NULL", where);
+    whole = *desc;
+    memset(&whole.part, 0, sizeof whole.part);
+    whole.heads_per_group += desc->heads_per_group == 0; /* append: no queries */
+    MT_TRY(mti_expect_heads(ctx, where, &whole));
+    MT_TRY(mti_kv_expect_part(ctx, where, &desc->part));
     MT_TRY(mti_kv_expect_options(ctx, where, desc));
     MT_TRY(mti_kv_expect_cache(ctx, where, cache, desc->batch));
     memset(k, 0, sizeof *k);
@@ -110,6 +133,7 @@ MT_API mt_status mt_kv_cache_check(mt_context *ctx, const char *where, const mt_
                                    const mt_kv_cache *cache) {
     mti_kv k;
     MT_TRY(mti_kv_fill(ctx, where, desc, cache, &k));
+    MT_TRY(mt_check_size(ctx, where, NULL, "heads_per_group", desc->heads_per_group, 1, INT64_MAX - 2));
     return mti_kv_expect_lengths(&k, where);
 }
 
@@ -130,7 +154,7 @@ static void mti_kv_store(mt_tensor t, int64_t row, const float *x) {
 /* Adds token i of sequence b. */
 static void mti_kv_append_token(const mti_kv *k, int64_t b, int64_t i) {
     const mt_attention_desc *s = &k->desc;
-    int64_t position = k->cache.lengths[b] + i, g, j;
+    int64_t position = mti_kv_before(k, b) + i, g, j;
     const float *angles = mti_row(k->table, position);
     float *x = mti_row(k->qkv, b * s->seq + i);
     for (g = 0; g < s->groups; g++) {
@@ -491,7 +515,7 @@ static void mti_kv_attention_group(mti_kv_loop *l, int64_t b, int64_t g) {
     const mti_kv *k = l->k;
     int64_t n = mti_kv_new(&k->desc, b);
     l->a.desc.seq = n;
-    l->a.desc.kv_seq = k->cache.lengths[b] + n;
+    l->a.desc.kv_seq = mti_kv_before(k, b) + n;
     mti_attention_whole(&l->a.desc);
     if (n > 0 && l->is_few) mti_kv_few_group(k, &l->a, &l->few, b, g);
     if (n > 0 && !l->is_few) mti_kv_blocks_group(k, &l->a, b, g);
@@ -512,7 +536,7 @@ static void mti_kv_attention_groups(void *data, int thread, int64_t first, int64
 /* The number of elements of keys and values that each query of a group reads, on average over the sequences. */
 static int64_t mti_kv_elements(const mti_kv *k) {
     int64_t keys = 0, b;
-    for (b = 0; b < k->desc.batch; b++) keys += k->cache.lengths[b] + mti_kv_new(&k->desc, b);
+    for (b = 0; b < k->desc.batch; b++) keys += mti_kv_before(k, b) + mti_kv_new(&k->desc, b);
     return 2 * k->desc.heads_per_group * k->desc.head_dim * (keys / k->desc.batch + 1);
 }
 
@@ -593,6 +617,7 @@ MT_API mt_status mt_kv_cache_attention(mt_context *ctx, const mt_attention_desc 
     mti_kv k;
     mti_operator op;
     MT_TRY(mti_kv_check(ctx, where, desc, qkv, cache, &k));
+    MT_TRY(mt_check_size(ctx, where, NULL, "heads_per_group", desc->heads_per_group, 1, INT64_MAX - 2));
     const int64_t rows = desc->batch * desc->groups * cache->max_seq, tokens = desc->batch * desc->seq;
     const int64_t sizes[] = {tokens, mti_attention_width(desc), rows, desc->head_dim,
                              mti_attention_heads(desc) * desc->head_dim};

@@ -27,7 +27,9 @@ struct mti_kv_gpu {
 };
 
 static mti_cached mti_cached_of(const mti_kv *kv) {
-    mti_cached c = {kv->cache.lengths, kv->desc.lengths, kv->desc.seq, kv->cache.max_seq, kv->desc.scores.window};
+    const mt_attention_desc *s = &kv->desc;
+    mti_cached c = {kv->cache.lengths,   s->lengths,        s->seq,          s->part.seq,
+                    s->part.first_query, kv->cache.max_seq, s->scores.window};
     return c;
 }
 
@@ -87,7 +89,7 @@ template <int TYPE, bool PAIRS> static __global__ void __launch_bounds__(256) mt
     int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x, items = k.s.batch * k.s.seq * of_token;
     for (; i < items; i += (int64_t)gridDim.x * 256) {
         int64_t row = mt_divide(i, of_token), b = mt_divide(row, k.s.seq),
-                position = k.tokens.held(b) + row - b * k.s.seq;
+                position = k.tokens.before(b) + row - b * k.s.seq;
         int64_t in_token = i - row * of_token, slot = mt_divide(in_token, k.vectors), group = mt_divide(slot, heads);
         if (row - b * k.s.seq >= k.tokens.tokens(b)) continue;
         mti_kv_move_vector<TYPE, PAIRS>(k, row, group, slot - group * heads, in_token - slot * k.vectors, position,
