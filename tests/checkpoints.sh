@@ -4,7 +4,7 @@
 #   sh tests/checkpoints.sh [PART...]        one line per check, closing line "N passed, N failed, N skipped"
 #
 # Parts: fuzzing, python_safetensors, in_transformers, generating, killing; default: all of them. MT_TEST_ALL=1 kills
-# runs of each type. MT_FUZZ_RUNS is the number of inputs that the fuzzer tries (200000, in the full matrix 2000000).
+# runs of each type. MT_FUZZ_RUNS is the number of inputs that the fuzzer tries (100000, in the full matrix 2000000).
 # MT_TEST_SEED (1) selects these inputs, and where runs are killed. Python needs numpy and safetensors of PyPI, which
 # are installed in a virtual environment in the build directory. A part whose packages cannot be installed is skipped,
 # with a message. torch and transformers, for in_transformers, are not installed by this script: MT_PYTHON is an
@@ -19,7 +19,7 @@ build=${MT_BUILD_DIR:-build}/checkpoints
 mkdir -p "$build" || exit 1
 build=$(cd "$build" && pwd)
 check_log=$build/check-${1:-all}.log check_lines=40
-runs=${MT_FUZZ_RUNS:-$(if in_full; then echo 2000000; else echo 200000; fi)}
+runs=${MT_FUZZ_RUNS:-$(if in_full; then echo 2000000; else echo 100000; fi)}
 find_implementation "$build"
 
 # ---- the fuzzer ----------------------------------------------------------------------------------------------------

@@ -71,11 +71,31 @@ other_version() {
     program other_version tests/mpi/faulty.c -O1 -DMT_USE_MPI "-I$build/other"
 }
 
+# Is nothing newer than the last build of all programs, in which no check failed? CMake runs this part before the parts
+# of quick tests, and again before those of variants.
+is_built() {
+    [ "$how" = "$(cat "$build/built" 2>/dev/null)" ] || return 1
+    ! find mt_*.h mt_*.cuh megatron.h examples tests/*.h tests/*.sh tests/*.c tests/mpi -newer "$build/built" |
+        grep -q .
+}
+
 builds() {
-    check "the headers with Open MPI's mpi.h, C99 to C++17, without a warning" all_dialects "$(mpi_flags)"
     for mpich in /usr/include/*/mpich /usr/include/mpich /usr/include/mpich-*; do
         [ ! -f "$mpich/mpi.h" ] || break
     done
+    how="$CC $CXX ${MT_TEST_ALL:-0} $mpich"
+    if is_built; then
+        check "the programs are built" test -x "$build/train_gpt"
+        return
+    fi
+    rm -f "$build/built"
+    echo "$how" >"$build/building" # before the compiler reads the sources
+    build_all
+    [ "$failed" -gt 0 ] || mv "$build/building" "$build/built"
+}
+
+build_all() {
+    check "the headers with Open MPI's mpi.h, C99 to C++17, without a warning" all_dialects "$(mpi_flags)"
     if [ -f "$mpich/mpi.h" ]; then
         check "the same with MPICH's, whose MPI_Comm is an int" all_dialects "-isystem $mpich"
     else

@@ -27,14 +27,14 @@ MTE_THREADS=random,MTE_STREAMS=random,MTE_BLOCKS=random,MTE_SEED=1'
 
 # Prints the schedules of a variant: every order of threads with every order of streams and blocks. cp.async, wgmma and
 # protection alternate. The checker needs late copies. The checker and the sanitizers are slow and depend less on the
-# schedule, so they run a quarter of the schedules.
+# schedule, so they run a quarter of the schedules. Without the full matrix (MT_TEST_ALL=1) all variants do.
 schedules() {
     number=0
     for threads in fifo lifo random; do
         for streams in eager lazy random greedy; do
             for blocks in fifo lifo random; do
                 number=$((number + 1))
-                if [ "$1" != fast ] && [ $((number % 4)) != 0 ]; then continue; fi
+                if [ "$1:${MT_TEST_ALL:-0}" != fast:1 ] && [ $((number % 4)) != 0 ]; then continue; fi
                 case $((number % 3)) in 0) copies=late ;; 1) copies=early ;; *) copies=random ;; esac
                 if [ "$1" = checked ]; then copies=late; fi
                 case $((number % 5)) in 0) products=late ;; 1 | 2) products=early ;; *) products=random ;; esac
