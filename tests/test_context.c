@@ -1165,6 +1165,49 @@ static void test_refusals_of_invariant_mode(void **state) {
     }
 }
 
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+
+enum { LONGER = 1024, WIDE = 128 };
+
+/* The bytes of the arena that a layer keeps for backward, with its input. */
+static double kept_by_a_layer(mt_grid_desc shape, mt_cp_comm_type way) {
+    const mt_context_desc where = {.device = MT_DEVICE_META};
+    const mt_transformer_layer_desc d = {.hidden = WIDE, .heads = 8, .sequence_parallel = shape.tp > 1};
+    const mt_batch batch = {.sequences = 2, .seq = LONGER};
+    const int64_t rows = 2 * LONGER / (shape.cp * shape.tp);
+    mt_transformer_layer layer;
+    mt_transformer_layer_saved saved;
+    mt_tensor x, y;
+    test_rank r;
+    size_t mark;
+    test_paper_rank(shape.tp * shape.cp, 0, shape, &where, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_set_options(r.ctx, &(mt_parallel_options){.context.comm_type = way}));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_transformer_layer_create(r.ctx, r.params, "layer", &d, &layer));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, rows, WIDE, &y));
+    mark = mt_arena_mark(r.ctx);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, rows, WIDE, &x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_transformer_layer_forward(r.ctx, &layer, &batch, x, y, &saved));
+    mark = mt_arena_mark(r.ctx) - mark;
+    test_paper_rank_close(&r);
+    return (double)mark;
+}
+
+/* On n context ranks and t tensor ranks with sequence parallelism, a layer keeps 64 / (t n) bytes for each token and
+   feature, as bench.c has it, and for each token 4 for each head, and 16 of the norms. */
+static void test_memory_is_divided(void **state) {
+    const double formula = 2.0 * LONGER * (WIDE * 64 + 8 * 4 + 16);
+    (void)state;
+    for (int tp = 1; tp <= 2; tp++)
+        for (int cp = 1; cp <= 8; cp *= 2)
+            for (int way = MT_CP_P2P; way <= MT_CP_A2A && (way < MT_CP_A2A || tp * cp <= 8); way++) {
+                double kept = kept_by_a_layer((mt_grid_desc){.tp = tp, .cp = cp}, (mt_cp_comm_type)way);
+                if (fabs(kept / (formula / (tp * cp)) - 1) > 1e-3)
+                    fail_msg("tp %d x cp %d, way %d: keeps %.0f bytes, the formula has %.0f", tp, cp, way, kept,
+                             formula / (tp * cp));
+            }
+}
+
 int main(void) {
     const struct CMUnitTest in_invariant_mode[] = {
         cmocka_unit_test(test_same_bits_on_every_split),
@@ -1183,6 +1226,7 @@ int main(void) {
         cmocka_unit_test(test_same_bits_of_norms_of_heads),
         cmocka_unit_test(test_documents_are_alone),
         cmocka_unit_test(test_tokens_of_a_rank),
+        cmocka_unit_test(test_memory_is_divided),
         cmocka_unit_test(test_a_rank_leaves),
         cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_refusals_of_invariant_mode),
