@@ -2272,7 +2272,7 @@ static mt_status item_zero_grad(worker *w) {
 
 /* ---- item collectives -------------------------------------------------------------------------------------------- */
 
-enum { ALL_REDUCE_CALL, ALL_GATHER_CALL, REDUCE_SCATTER_CALL, SEND_RECV_CALL };
+enum { ALL_REDUCE_CALL, ALL_GATHER_CALL, REDUCE_SCATTER_CALL, ALL_TO_ALL_CALL, SEND_RECV_CALL };
 
 typedef struct transfer {
     const char *name;
@@ -2281,10 +2281,10 @@ typedef struct transfer {
 } transfer;
 
 static const transfer transfers[] = {
-    {"all_reduce 4 KB", ALL_REDUCE_CALL, 4 << 10},       {"all_reduce 64 KB", ALL_REDUCE_CALL, 64 << 10},
-    {"all_reduce 3 MB", ALL_REDUCE_CALL, 3 << 20},       {"all_reduce 64 MB", ALL_REDUCE_CALL, 64 << 20},
-    {"all_gather 3 MB", ALL_GATHER_CALL, 3 << 20},       {"reduce_scatter 3 MB", REDUCE_SCATTER_CALL, 3 << 20},
-    {"send_recv 3 MB each way", SEND_RECV_CALL, 3 << 20}};
+    {"all_reduce 4 KB", ALL_REDUCE_CALL, 4 << 10}, {"all_reduce 64 KB", ALL_REDUCE_CALL, 64 << 10},
+    {"all_reduce 3 MB", ALL_REDUCE_CALL, 3 << 20}, {"all_reduce 64 MB", ALL_REDUCE_CALL, 64 << 20},
+    {"all_gather 3 MB", ALL_GATHER_CALL, 3 << 20}, {"reduce_scatter 3 MB", REDUCE_SCATTER_CALL, 3 << 20},
+    {"all_to_all 3 MB", ALL_TO_ALL_CALL, 3 << 20}, {"send_recv 3 MB each way", SEND_RECV_CALL, 3 << 20}};
 #define TRANSFERS (int)(sizeof transfers / sizeof *transfers)
 
 typedef struct transfer_item {
@@ -2299,6 +2299,7 @@ static mt_status transfer_call(worker *w, const transfer *t, const transfer_item
     case ALL_REDUCE_CALL: return mt_all_reduce(w->ctx, w->world, x->a, x->a, n, MT_F32, MT_SUM);
     case ALL_GATHER_CALL: return mt_all_gather(w->ctx, w->world, x->b, x->a, n / size, MT_F32);
     case REDUCE_SCATTER_CALL: return mt_reduce_scatter(w->ctx, w->world, x->a, x->b, n / size, MT_F32, MT_SUM);
+    case ALL_TO_ALL_CALL: return mt_all_to_all(w->ctx, w->world, x->a, x->b, n / size, MT_F32);
     default: return mt_send_recv(w->ctx, w->world, x->a, n, peer, x->b, n, peer, MT_F32);
     }
 }
