@@ -1358,8 +1358,9 @@ MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const cha
    mt_check_mean notes that the gradients of the rows of t are multiplied by `scale`; NAN: by other numbers, so that
    nothing is said about this step. mt_check_mean_end, which mt_optimizer_step calls, multiplies `scale` by grad_scale
    and by the rows of all ranks. For a mean, the product is 1. It refuses n or 1 / n, where n is the number of ranks of
-   a group or of all groups, and forgets the scale. If the loss is meant so, call mt_check_mean(ctx, logits, NAN)
-   before. `where` and `name` are kept for messages. Errors: MT_ERR_MEMORY; MT_ERR_ARGUMENT for what is refused. */
+   a group or of all groups, and forgets the scale. mt_check_replicas tells the ranks of its group when one of them says
+   nothing, such as one where tokens have no loss: then none refuses. If the loss is meant so, call
+   mt_check_mean(ctx, logits, NAN) before. `where` and `name` are kept for messages. Errors: MT_ERR_MEMORY; MT_ERR_ARGUMENT for what is refused. */
 #define MT_CONTENT_ANY ((uint64_t)1)
 MT_API mt_status mt_check_numbers(mt_context *ctx, const char *where, const char *what, mt_tensor t, int data,
                                   const double *numbers, int count);
@@ -15198,23 +15199,30 @@ static mt_status mti_share_refuse(mt_context *ctx, const mt_comm *comm, const ch
                    where, what, comm->name, comm->size, b, a, e->is_view ? " or it was written over" : "");
 }
 
+#define MTI_SHARE_HEAD 3 /* numbers that ranks gather first */
+
 /* Gathers the marks of all ranks, if all have the same entries. *all [ranks, count], which the caller frees, stays NULL
-   otherwise. */
+   otherwise. If a rank says nothing about the mean of the loss, none does: see mt_check_mean. */
 static mt_status mti_shares_gather(mt_context *ctx, mt_comm *comm, const mti_share_list *l, uint64_t **all) {
-    uint64_t mine[2], *told, *marks;
+    uint64_t mine[MTI_SHARE_HEAD], *told, *marks;
     size_t i, k, ranks = (size_t)comm->size;
     mt_status status;
     int alike = 1;
     mine[0] = l->count;
     mine[1] = 0;
+    mine[2] = ctx->checker->mean_rows < 0.0;
     for (i = 0; i < l->count; i++)
         for (k = 0; l->list[i].what[k]; k++)
             mine[1] = mti_hash_number(mine[1], (uint64_t)(unsigned char)l->list[i].what[k] + (uint64_t)l->list[i].kind);
-    told = (uint64_t *)mt_host_alloc((ranks * (l->count + 2) + l->count) * sizeof *told);
+    told = (uint64_t *)mt_host_alloc((ranks * (l->count + MTI_SHARE_HEAD) + l->count) * sizeof *told);
     if (!told) return mti_refuse(ctx, comm, MT_ERR_MEMORY, "no memory for the shares of %d ranks", comm->size);
-    marks = told + ranks * (l->count + 2);
+    marks = told + ranks * (l->count + MTI_SHARE_HEAD);
     status = mt_comm_gather_host(ctx, comm, mine, sizeof mine, told);
-    for (i = 0; i < ranks; i++) alike &= told[2 * i] == mine[0] && told[2 * i + 1] == mine[1];
+    for (i = 0; i < ranks && status == MT_SUCCESS; i++) {
+        const uint64_t *head = told + MTI_SHARE_HEAD * i;
+        alike &= head[0] == mine[0] && head[1] == mine[1];
+        if (head[2]) ctx->checker->mean_rows = -1.0;
+    }
     for (i = 0; i < l->count; i++) marks[i] = l->list[i].mark;
     if (status == MT_SUCCESS && alike && l->count)
         status = mt_comm_gather_host(ctx, comm, marks, l->count * sizeof *marks, told);

@@ -1258,6 +1258,38 @@ static void test_scales_of_a_rank(void **state) {
     for (int check = 1; check <= 2; check++) test_launch(4, scaled_rank, &check);
 }
 
+/* Two data ranks, of whose tokens those of rank 0 have a loss. 1 / 4 is right then: the number of tokens of all ranks that
+   count, and of rank 0 alone. Rank 0 cannot tell it from a mean of means, until rank 1 says that it has ignored tokens.
+   ignored 0: those of rank 1 have a loss, too. */
+static mt_status half_of_the_loss(mt_comm *world, void *user) {
+    const int ignored = *(const int *)user, rank = mt_comm_rank(world);
+    const mt_context_desc where = {.arena_bytes = 1 << 16, .check = 2};
+    const mt_cross_entropy_shard_desc all = {.vocab = 4};
+    const int32_t counts[4] = {0, 1, 2, 3}, none[4] = {-100, -100, -100, -100};
+    mt_arena_request memory[2];
+    mt_tensor logits, loss;
+    test_rank r;
+    mt_status status;
+    memory[0] = (mt_arena_request){&logits, MT_F32, 4, 4};
+    memory[1] = (mt_arena_request){&loss, MT_F32, 1, 4};
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 1, .dp = 2}, &where, &r));
+    MT_TRY(mt_arena_tensors(r.ctx, memory, 2));
+    MT_TRY(mt_random_normal(r.ctx, logits, 1.0f, (mt_random){.seed = 1 + (uint64_t)rank, .global_cols = 4}));
+    MT_TRY(mt_declare(r.ctx, r.grid.dp, logits, MT_SPLIT_ROWS));
+    MT_TRY(mt_cross_entropy_forward_backward(r.ctx, &all, logits, rank == 1 && ignored ? none : counts, mt_none(),
+                                             0.25f, loss));
+    MT_TRY(mt_check_replicas(r.ctx, r.grid.dp, "my_sync"));
+    status = mt_check_mean_end(r.ctx, "my_step", 1);
+    CHECK(status == (ignored ? MT_SUCCESS : MT_ERR_ARGUMENT));
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_ranks_without_a_loss(void **state) {
+    (void)state;
+    for (int ignored = 0; ignored < 2; ignored++) test_launch(2, half_of_the_loss, &ignored);
+}
+
 typedef struct used {
     mt_param *w;
     mt_tensor x, other, h, dh;
@@ -1409,6 +1441,7 @@ int main(void) {
         cmocka_unit_test(test_values_that_are_meant),
         cmocka_unit_test(test_what_is_meant_is_not_watched),
         cmocka_unit_test(test_scales_of_a_rank),
+        cmocka_unit_test(test_ranks_without_a_loss),
         cmocka_unit_test(test_activations_are_used_once),
         cmocka_unit_test(test_activations_that_their_gradient_has_replaced),
         cmocka_unit_test(test_right_programs),

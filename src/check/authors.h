@@ -199,8 +199,9 @@ MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const cha
    mt_check_mean notes that the gradients of the rows of t are multiplied by `scale`; NAN: by other numbers, so that
    nothing is said about this step. mt_check_mean_end, which mt_optimizer_step calls, multiplies `scale` by grad_scale
    and by the rows of all ranks. For a mean, the product is 1. It refuses n or 1 / n, where n is the number of ranks of
-   a group or of all groups, and forgets the scale. If the loss is meant so, call mt_check_mean(ctx, logits, NAN)
-   before. `where` and `name` are kept for messages. Errors: MT_ERR_MEMORY; MT_ERR_ARGUMENT for what is refused. */
+   a group or of all groups, and forgets the scale. mt_check_replicas tells the ranks of its group when one of them says
+   nothing, such as one where tokens have no loss: then none refuses. If the loss is meant so, call
+   mt_check_mean(ctx, logits, NAN) before. `where` and `name` are kept for messages. Errors: MT_ERR_MEMORY; MT_ERR_ARGUMENT for what is refused. */
 #define MT_CONTENT_ANY ((uint64_t)1)
 MT_API mt_status mt_check_numbers(mt_context *ctx, const char *where, const char *what, mt_tensor t, int data,
                                   const double *numbers, int count);
