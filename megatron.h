@@ -337,12 +337,14 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
              (mt_kv_cache_advance)
      x, y    [sequences * seq, hidden] on every tensor rank, also with sequence_parallel, because the tokens of a step
              need not be a multiple of t. y must not overlap x. In y, rows of tokens that are not valid have no meaning
-   On c context ranks, x and y have all tokens on each rank, or the rank's share of them, [sequences * s / c, hidden].
-   Then s is seq, rounded up to a multiple of 2 c (of c with context.contiguous, of 2 V_c or V_c in invariant mode). The
-   rows are those of mt_context_parallel_token for sequences of s tokens; tokens from seq on are padding. Each rank gets
-   all keys and values in its cache.
+   On c context ranks, x and y have all tokens on each rank, or on each rank its share of them: [sequences * s / c,
+   hidden], where s is seq, rounded up to a multiple of 2 c. (Of c with mt_parallel_options.context.contiguous; with V_c
+   = context.invariant > 1, of 2 V_c or V_c.) The rows are those of mt_context_parallel_token for sequences of s tokens.
+   Tokens from seq on are padding. batch is that of the whole sequences. Each rank gets all keys and values in its
+   cache. The number of rows says which form it is: sequences * seq rows are all tokens. All context ranks choose the
+   same form.
    Communication: 1 all-reduce over the tensor group. For a share of the tokens, also 1 all-gather of keys and values
-   over the context group.
+   over the context group (in invariant mode one for each virtual shard).
    Errors: MT_ERR_UNSUPPORTED (the mask is not causal), MT_ERR_SHAPE (with rotary, the max_seq of the cache is greater
    than that of the layer), and those of mt_kv_cache_append. After an error, only keys and values at positions from
    lengths on may have changed.
@@ -578,7 +580,8 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
                                                mt_tensor dx, const mt_transformer_layer_saved *saved);
 
 /* Inference with a key/value cache: mt_self_attention_cached_forward with the norms, residuals and MLP of the layer.
-   batch, cache, x, y and the errors are as there. Communication: 2 all-reduces over the tensor group. */
+   batch, cache, x, y and the errors are as there. Communication: 2 all-reduces over the tensor group, and for a share
+   of the tokens that of attention over the context group. */
 MT_API mt_status mt_transformer_layer_cached_forward(mt_context *ctx, const mt_transformer_layer *layer,
                                                      const mt_batch *batch, const mt_kv_cache *cache, mt_tensor x,
                                                      mt_tensor y);
@@ -827,18 +830,19 @@ MT_API mt_status mt_gpt_cache_set_length(mt_context *ctx, const mt_gpt_cache *ca
                sequence, as in mt_gpt_logits. Rows of tokens that are not valid, and of sequences with 0 new tokens,
                have finite numbers without a meaning. mt_none(): no logits are computed
    The logits are those of mt_gpt_logits for the whole text, up to rounding. In invariant mode on a CPU with the
-   built-in GEMM they have the bits of mt_gpt_logits, on every split and however the text is divided into calls; with
-   virtual context ranks (context.invariant) they have bits of their own, which are the same on every split.
+   built-in GEMM they have the bits of mt_gpt_logits, on every split and however the text is divided into calls. With
+   virtual context ranks (context.invariant > 1) they have, in the same cases, bits of their own on every split.
    Collective over the tensor and the pipeline group, as mt_gpt_logits: all ranks pass the same batch and ids, and have
    caches of the same sizes. Communication over the tensor group: 1 all-reduce for the embedding and 2 for each layer of
    [sequences * seq, hidden], also with sequence_parallel, and 1 all-gather for the logits. On a pipeline, each stage
    sends [sequences * seq, hidden] to the next, and the last stage broadcasts the logits. On a GPU the call waits only
    to look up the last tokens of a batch that has lengths and more than one token for each sequence.
-   All context ranks pass the same batch and ids, and get the same logits. c of them divide the tokens of a call with at
-   least c * MT_PREFILL_TOKENS new tokens of each sequence, as prompts have: each layer then does 1 all-gather of keys
-   and values over the context group, and the call 1 all-reduce of the last tokens, or 1 all-gather of all tokens. With
-   fewer new tokens, or where seq rounded up to what the ranks can divide would be more than the model's max_seq, each
-   rank computes all of them, without communication over the context group.
+   All context ranks pass the same batch and ids and logits of the same shape, with caches of the same lengths, and get
+   the same logits. c of them divide the tokens of a call whose seq is at least c * MT_PREFILL_TOKENS, as that of
+   prompts is. The call is then collective over the context group, too: each layer does 1 all-gather of keys and values,
+   and the call 1 all-reduce of the last tokens, or 1 all-gather of all tokens. Messages over the other groups are 1 / c
+   as large. With a smaller seq, or where seq rounded up to what the ranks can divide is more than the model's max_seq,
+   each rank computes all tokens, without communication over the context group.
    Errors: MT_ERR_ARGUMENT (the batch has another number of sequences than the cache, or the cache is of another model),
    MT_ERR_SHAPE (seq is greater than the model's max_seq), MT_ERR_DATA (an id is out of range, on a GPU as in
    mt_gpt_logits; on a CPU: a sequence would have more than max_seq tokens). After an error the lengths of the cache are
@@ -860,9 +864,9 @@ MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const 
    The tokens do not depend on the other sequences of the batch. They depend on the split only where rounding decides
    between two tokens. When the logits have the same bits on every split, as in invariant mode, the tokens are the same
    on every split.
-   Collective over the tensor and the pipeline group. Communication over the tensor group: that of mt_gpt_cached_logits,
-   with the all-gather of mt_vocab_parallel_sample instead of that of the logits. The last stage of a pipeline
-   broadcasts the ids to the others. On a GPU the call waits only where mt_gpt_cached_logits does.
+   Collective over the groups of mt_gpt_cached_logits. Communication over the tensor group: that of
+   mt_gpt_cached_logits, with the all-gather of mt_vocab_parallel_sample instead of that of the logits. The last stage
+   of a pipeline broadcasts the ids to the others. On a GPU the call waits only where mt_gpt_cached_logits does.
    Errors: those of mt_gpt_cached_logits; MT_ERR_ARGUMENT (a field of desc is out of range); MT_ERR_DATA on every rank
    (a logit is NaN, on a GPU as in mt_vocab_parallel_sample). After an error the lengths of the cache are as before. */
 MT_API mt_status mt_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
@@ -2373,6 +2377,7 @@ static mt_status mti_qkv_keys(mt_context *ctx, const mt_attention_desc *desc, mt
 static mt_status mti_prefill_gather(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
                                     const mti_seq_chunks *own, const mt_kv_cache *cache, mt_tensor qkv) {
     const int64_t rows = desc->batch * own->chunk;
+    const size_t mark = mt_arena_mark(ctx);
     mti_seq_chunks c = *own;
     mt_attention_desc s = *desc;
     mt_tensor kv, all;
@@ -2389,6 +2394,7 @@ static mt_status mti_prefill_gather(mt_context *ctx, const mt_self_attention *a,
             const int64_t first = c.rank * qkv.rows + i * rows;
             MT_TRY(mt_kv_cache_append(ctx, &part, mt_none(), mt_tensor_rows(all, first, rows), cache));
         }
+    mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
 
@@ -2691,6 +2697,7 @@ MT_API mt_status mt_self_attention_cached_forward(mt_context *ctx, const mt_self
     mt_batch padded;
     const mt_batch *checked;
     size_t mark;
+    int before;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!attention) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: attention is NULL", function);
@@ -2703,7 +2710,9 @@ MT_API mt_status mt_self_attention_cached_forward(mt_context *ctx, const mt_self
     MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
     desc = mti_attention_desc(&a, batch, 0);
     mark = mt_arena_mark(ctx);
+    before = mt_rows_are_sequences(ctx, !a.cp);
     status = MT_RANGE("attention forward", mti_attention_cached(ctx, &a, &desc, cache, x, y));
+    mt_rows_are_sequences(ctx, before);
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -3631,6 +3640,7 @@ MT_API mt_status mt_transformer_layer_cached_forward(mt_context *ctx, const mt_t
     mt_batch padded;
     const mt_batch *checked;
     size_t mark;
+    int before;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!layer) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: layer is NULL", function);
@@ -3641,7 +3651,9 @@ MT_API mt_status mt_transformer_layer_cached_forward(mt_context *ctx, const mt_t
     MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
     MT_TRY(mti_cache_check(ctx, function, &l.attention, batch, cache));
     mark = mt_arena_mark(ctx);
+    before = mt_rows_are_sequences(ctx, !l.attention.cp);
     status = MT_RANGE("layer forward", mti_layer_forward(ctx, &l, batch, cache, x, y, NULL));
+    mt_rows_are_sequences(ctx, before);
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -4632,21 +4644,24 @@ static mt_status mti_last_position(mt_context *ctx, const mt_batch *batch, int64
 static mt_status mti_gpt_gather_rows(mt_context *ctx, const mt_language_model *m, const mt_batch *batch, mt_tensor x,
                                      mt_tensor *out) {
     mti_seq_chunks c = mti_seq_chunks_of(m->cp, &m->layers[0].attention.context, batch->seq);
-    mt_tensor all;
-    int64_t s, n, from, to;
+    const int64_t rows = batch->sequences * c.chunk;
+    mt_tensor all, from, to;
+    int64_t first, n;
     int i;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * c.size, x.cols, &all));
     MT_TRY(mt_arena_tensor(ctx, x.dtype, batch->sequences * batch->seq, x.cols, out));
     MT_TRY(mt_all_gather(ctx, m->cp, x.data, all.data, (size_t)(x.rows * x.cols), x.dtype));
+    to = mt_tensor_reshape(*out, batch->sequences, batch->seq * x.cols); /* sequences are rows of these views */
     for (c.rank = 0; c.rank < c.size; c.rank++)
-        for (i = 0; i < c.count; i++)
-            for (s = 0; s < batch->sequences; s++) {
-                to = mt_min(mti_chunk_token(&c, i), batch->seq);
-                n = mt_min(c.chunk, batch->seq - to);
-                from = c.rank * x.rows + (i * batch->sequences + s) * c.chunk;
-                if (n > 0)
-                    MT_TRY(mt_copy(ctx, mt_tensor_rows(all, from, n), mt_tensor_rows(*out, s * batch->seq + to, n)));
-            }
+        for (i = 0; i < c.count; i++) {
+            first = mt_min(mti_chunk_token(&c, i), batch->seq);
+            n = mt_min(c.chunk, batch->seq - first);
+            from = mt_tensor_rows(all, c.rank * x.rows + i * rows, rows);
+            from = mt_tensor_reshape(from, batch->sequences, c.chunk * x.cols);
+            if (n > 0)
+                MT_TRY(
+                    mt_copy(ctx, mt_tensor_cols(from, 0, n * x.cols), mt_tensor_cols(to, first * x.cols, n * x.cols)));
+        }
     return MT_SUCCESS;
 }
 
@@ -4805,7 +4820,9 @@ MT_API mt_status mt_gpt_cache_set_length(mt_context *ctx, const mt_gpt_cache *ca
 static mt_comm *mti_prefill_group(const mt_language_model *m, const mt_batch *batch) {
     const int64_t padded = mti_seq_chunks_of(m->cp, &m->layers[0].attention.context, batch->seq).seq;
     const int ranks = mt_comm_size(m->cp);
-    return ranks > 1 && batch->seq >= (int64_t)MT_PREFILL_TOKENS * ranks && padded <= m->desc.max_seq ? m->cp : NULL;
+    return batch->seq >= (int64_t)MT_PREFILL_TOKENS * ranks && padded <= m->desc.max_seq && padded / ranks < batch->seq
+               ? m->cp
+               : NULL;
 }
 
 /* Checks what a call with a cache reads. *m becomes a copy of the model for it, in which each tensor rank has all

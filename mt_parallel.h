@@ -175,12 +175,13 @@ MT_API int64_t mt_context_parallel_token(const mt_context_parallel_desc *context
    of pipeline stages, with and without sequence parallelism. V_d is mt_context_desc.invariant_data, by default V. "The
    same bits" applies to the loss, the gradients, their norm, the weights and the optimizer state.
    Every split dimension is divided into V virtual shards of the same size, with padding where necessary. Each of t
-   tensor ranks has V / t of them.
+   tensor ranks has V / t of them. With mt_parallel_options.context.invariant = V_c it computes the same bits on 1, 2,
+   4, ..., V_c context ranks, too: each of n has the tokens of V_c / n virtual context ranks.
    docs/invariance.md says how this works, what it costs, and which blocks of your own it covers.
 
    The mode has these rules:
      tokens           The number of tokens in a training call (forward with saved, and its backward) must be a multiple
-                      of V; otherwise MT_ERR_SHAPE.
+                      of V for each virtual context rank; otherwise MT_ERR_SHAPE.
      heads            Attention must have at least V query heads; otherwise MT_ERR_SHAPE.
      micro-batches    A micro-batch must have mt_invariant_micro_batch sequences. Call mt_accumulate_gradients after the
                       backward of each micro-batch. Use each layer only once in a micro-batch.
@@ -236,9 +237,10 @@ typedef struct mt_parallel_options {
        parallelism, in invariant mode, with a key/value cache, and for a batch of one sequence or with cu_seqlens. 0: a
        layer works on the whole batch */
     int interleave;
-    /* On several context ranks (mt_grid_desc.cp): how keys and values travel, and which tokens a rank has. Attention
-       reads it when it is created. With whole_keys the memory of cross-attention is whole on each context rank;
-       self-attention does not read whole_keys */
+    /* On several context ranks (mt_grid_desc.cp): how keys and values travel, and which tokens a rank has. In invariant
+       mode `invariant` also acts on one. Attention reads it when it is created, and mt_params_init does: set it before
+       the first layer. `invariant` cannot change after mt_params_init (MT_ERR_ARGUMENT). With whole_keys the memory of
+       cross-attention is whole on each context rank; self-attention does not read whole_keys */
     mt_context_parallel_desc context;
 } mt_parallel_options;
 
@@ -708,7 +710,8 @@ typedef struct mt_norm_saved {
    holds n heads of the group side by side: those that this layer normalises. For example, in a contiguous qkv
    [tokens, local_groups * unit], with unit = (heads_per_group + 2) * head_dim, this view holds the queries:
        mt_tensor_cols(mt_tensor_reshape(qkv, tokens * local_groups, unit), 0, heads_per_group * head_dim)
-   No communication. The hash log gets NAME.output and NAME.input_grad, except per head.
+   No communication, except in backward per head in invariant mode with virtual context ranks: 1 all-reduce over the
+   tensor group. The hash log gets NAME.output and NAME.input_grad, except per head.
    Error of create: MT_ERR_ARGUMENT (a field of desc is out of range, or groups is set with sequence_parallel). */
 MT_API mt_status mt_norm_layer_create(mt_context *ctx, mt_params *params, const char *name,
                                       const mt_norm_layer_desc *desc, mt_norm_layer *out);
@@ -1391,7 +1394,8 @@ MT_API int mt_params_shards(const mt_params *params);
      mt_check_activation  MT_ERR_SHAPE: t is not [rows, cols]. MT_ERR_DTYPE: t has another type than `weight`.
      mt_check_sent        MT_ERR_SHAPE: a tensor that is sent to other tensor ranks is not contiguous. `in` is sent only
                           under sequence parallelism, `out` always. Either may be mt_none().
-     mt_check_tokens      MT_ERR_SHAPE: in invariant mode, V does not divide `tokens`. Only training calls need it. */
+     mt_check_tokens      MT_ERR_SHAPE: in invariant mode, `tokens` is not a multiple of V for each virtual context
+                          rank. Only training calls need it. */
 MT_API mt_status mt_check_param(mt_context *ctx, const char *function, const mt_param *param);
 MT_API mt_status mt_check_gradient(mt_context *ctx, const char *function, const mt_param *param);
 MT_API mt_status mt_check_linear_gradients(mt_context *ctx, const char *function, const mt_parallel_linear *layer);
@@ -1458,9 +1462,9 @@ MT_API mt_tensor mt_tensor_reshape(mt_tensor t, int64_t rows, int64_t cols);
    arg, first, count, a, b) must add the contribution of rows [first, first + count) to its own arguments a and b. By
    default op is called once, with all rows, and a and b are the gradients themselves. In invariant mode it is called
    once for each virtual shard of the tokens, with scratch memory as a and b; each virtual context rank has V of them.
-   In this mode, with V > 1, operators refuse to sum into the gradient of a parameter that is MT_REPLICATED
-   (MT_ERR_ARGUMENT), and with virtual context ranks into any gradient: see docs/invariance.md.
-   MT_ERR_SHAPE, in invariant mode: V does not divide the tokens. */
+   In this mode operators refuse to sum over tokens into a gradient (MT_ERR_ARGUMENT): with V > 1 into that of a
+   parameter that is MT_REPLICATED, and with V_c > 1 into any. See docs/invariance.md.
+   MT_ERR_SHAPE, in invariant mode: the tokens are not a multiple of V for each virtual context rank. */
 typedef mt_status (*mt_token_operator)(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor a,
                                        mt_tensor b);
 MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_token_operator op,
@@ -1468,8 +1472,8 @@ MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_p
 
 /* are 1: in the next calls the rows of tensors are not tokens but sequences, such as those of a pooler, or tokens that
    every context rank has. In invariant mode virtual context ranks (mt_context_parallel_desc.invariant) do not divide
-   them. are 0: they are tokens of this context rank. Returns what it was, for the call that ends this. Does nothing,
-   and returns 0, if ctx is NULL or has no layers yet. */
+   them. are 0: they are tokens of this context rank. Returns what it was, for the call that ends this; make it also
+   after an error. Does nothing, and returns 0, if ctx is NULL or has no layers yet. */
 MT_API int mt_rows_are_sequences(mt_context *ctx, int are);
 
 /* Returns a view of the columns of t [tokens, local features] that belong to virtual shard number `shard` of this rank,
@@ -2049,6 +2053,9 @@ static mt_status mti_parallel_open(mt_context *ctx, mti_parallel **out) {
     return MT_SUCCESS;
 }
 
+/* Whether a number of virtual context ranks is allowed. 0: none. */
+static int mti_is_context_ranks(int ranks) { return ranks >= 0 && ranks <= 1024 && !(ranks & (ranks - 1)); }
+
 MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_options *options) {
     mt_parallel_options o;
     mti_parallel *p;
@@ -2063,7 +2070,17 @@ MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_opti
     MT_TRY(mt_check_integer(ctx, "mt_parallel_set_options", NULL, "interleave", o.interleave, 0, 1));
     MT_TRY(mt_check_enum(ctx, "mt_parallel_set_options", NULL, "context.comm_type", (int)o.context.comm_type,
                          MT_CP_COMM_TYPE_WORDS));
+    if (!mti_is_context_ranks(o.context.invariant))
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_parallel_set_options: context.invariant is %d, must be 0 or a power of two up to 1024",
+                       o.context.invariant);
     MT_TRY(mti_parallel_open(ctx, &p));
+    if (p->context_ranks > 1 && o.context.invariant != p->context_ranks)
+        return mt_fail(
+            ctx, MT_ERR_ARGUMENT,
+            "mt_parallel_set_options: context.invariant is %d, but parameters of this context have %d virtual "
+            "context ranks",
+            o.context.invariant, p->context_ranks);
     p->options = o;
     return MT_SUCCESS;
 }
@@ -2316,7 +2333,7 @@ static mt_status mti_cp_layout_check(mt_context *ctx, const char *function, cons
                                      int size) {
     const int ranks = context ? context->invariant : 0;
     if (ranks == 0) return MT_SUCCESS;
-    if (ranks < 0 || ranks > 1024 || (ranks & (ranks - 1)))
+    if (!mti_is_context_ranks(ranks))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: context.invariant is %d, must be 0 or a power of two up to 1024",
                        function, ranks);
     if (!mt_context_invariant(ctx))
@@ -2340,7 +2357,7 @@ MT_API int64_t mt_context_parallel_token(const mt_context_parallel_desc *context
                                          int64_t seq, int64_t row) {
     mti_cp_layout l;
     if (rank < 0 || rank >= size || batch < 1 || seq < 1 || seq > INT64_MAX / batch) return -1;
-    if (context && (context->invariant < 0 || context->invariant % size != 0)) return -1;
+    if (context && (!mti_is_context_ranks(context->invariant) || context->invariant % size != 0)) return -1;
     l = mti_cp_layout_of(context, rank, size, seq);
     if (l.chunk * l.halves * l.ranks != seq || row < 0 || row >= batch * l.count * l.chunk) return -1;
     return row / l.chunk % batch * seq + mti_cp_layout_token(&l, (int)(row / l.chunk / batch)) + row % l.chunk;
@@ -2481,6 +2498,17 @@ static int mti_context_shards(const mt_context *ctx) {
     return mti_has_context_ranks(ctx) ? mti_parallel_of(ctx)->context_shards : 1;
 }
 
+/* Refuses rows that this rank's virtual context ranks cannot divide. */
+static mt_status mti_context_rows_check(mt_context *ctx, int64_t rows) {
+    const int shards = mti_context_shards(ctx);
+    if (rows % shards == 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE,
+                   "the gradients of %lld rows cannot be summed for %d virtual context ranks each "
+                   "(mt_parallel_options.context.invariant); if the rows are sequences, call mt_rows_are_sequences "
+                   "before",
+                   (long long)rows, shards);
+}
+
 /* Computes c = a op(b) + beta c, whose rows are tokens, for each virtual context rank alone: the bits of a row may
    depend on the number of rows. beta is 0 or 1. */
 static mt_status mti_token_product(mt_context *ctx, mt_transpose trans_b, mt_tensor a, mt_tensor b, float beta,
@@ -2500,6 +2528,7 @@ static mt_status mti_sum_over_context(mt_context *ctx, mt_token_operator op, con
                                       mt_tensor b) {
     const int shards = mti_context_shards(ctx);
     if (!mti_has_context_ranks(ctx)) return op(ctx, arg, 0, rows, a, b);
+    MT_TRY(mti_context_rows_check(ctx, rows));
     return mti_sum_over_shards(ctx, op, arg, rows / shards, shards, a, b);
 }
 
@@ -2552,8 +2581,8 @@ MT_API mt_status mt_check_tokens(mt_context *ctx, const char *function, int64_t 
     shards = mt_context_invariant(ctx) * mti_context_shards(ctx);
     if (shards == 0 || tokens % shards == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_SHAPE,
-                   "%s: %lld tokens cannot be split into %d virtual shards (mt_context_desc.invariant)", function,
-                   (long long)tokens, shards);
+                   "%s: %lld tokens cannot be split into %d virtual shards (mt_context_desc.invariant%s)", function,
+                   (long long)tokens, shards, mti_has_context_ranks(ctx) ? ", for each virtual context rank" : "");
 }
 
 MT_API int64_t mt_invariant_micro_batch(int data_shards, int64_t sequences) {
@@ -4047,14 +4076,20 @@ static mt_status mti_stages_check(mt_context *ctx, const mt_params *params, cons
    all ranks have the same. */
 static mt_status mti_params_compare(mt_context *ctx, const mt_params *params, const char *function,
                                     const uint64_t *seed, mt_status mine) {
+    const mt_context_parallel_desc context = mt_parallel_get_options(ctx).context;
     mti_settings t;
     int i;
-    MT_TRY(mti_settings_begin(ctx, 6, &t));
+    MT_TRY(mti_settings_begin(ctx, 9, &t));
     mti_settings_add(&t, "call", "%s", function);
     if (seed) mti_settings_add(&t, "seed", "%llu", (unsigned long long)*seed);
     mti_settings_add(&t, "mt_context_desc.invariant", "%d", mt_context_invariant(ctx));
     mti_settings_add(&t, "mt_context_desc.invariant_data", "%d", mt_context_invariant_data(ctx));
     mti_settings_add(&t, "mt_context_desc.check", "%s", mt_check_mode(ctx) == 2 ? "2" : "not 2");
+    mti_settings_add(&t, "mt_parallel_options.context.invariant", "%d", context.invariant);
+    if (params->grid->cp_size > 1) {
+        mti_settings_add(&t, "mt_parallel_options.context.contiguous", "%d", context.contiguous);
+        mti_settings_add(&t, "mt_parallel_options.context.comm_type", "%d", (int)context.comm_type);
+    }
     mti_settings_add_error(ctx, &t, mine);
     MT_TRY(mti_settings_end(ctx, params, function, 0, &t));
     MT_TRY(mti_settings_begin(ctx, params->count + 3, &t));
@@ -6576,6 +6611,7 @@ static mt_status mti_norm_context(mt_context *ctx, const mti_norm_call *c, mt_te
     const size_t mark = mt_arena_mark(ctx);
     mt_tensor all;
     int i;
+    MT_TRY(mti_context_rows_check(ctx, c->x.rows));
     MT_TRY(mt_arena_tensor(ctx, MT_F32, ranks, sums * dgain.cols, &all));
     MT_TRY(mt_fill(ctx, all, 0.0f));
     for (i = 0; i < ranks; i++) {
@@ -7377,6 +7413,7 @@ static mt_status mti_ring_numbers(mt_context *ctx, const mt_comm *cp, const mt_c
     MT_TRY(mt_check_number(ctx, cp, "scale of attention", s->scores.scale));
     MT_TRY(mt_check_number(ctx, cp, "dropout of attention", s->dropout.p));
     MT_TRY(mt_check_number(ctx, cp, "comm_type of attention", (float)(context ? context->comm_type : 0)));
+    MT_TRY(mt_check_number(ctx, cp, "context.invariant of attention", (float)(context ? context->invariant : 0)));
     return mt_check_number(ctx, cp, "contiguous of attention", (float)(context ? context->contiguous : 0));
 }
 

@@ -1165,6 +1165,68 @@ static void test_refusals_of_invariant_mode(void **state) {
     }
 }
 
+/* Rows that virtual context ranks cannot divide have no gradient, unless they are said to be sequences. */
+static void test_rows_of_virtual_ranks(void **state) {
+    const mt_context_desc where = {.invariant = 1, .arena_bytes = 1 << 20};
+    const mt_linear_desc d = {.in_features = 4, .out_features = 4};
+    const mt_norm_layer_desc per_head = {.features = 4, .groups = 1};
+    mt_parallel_options options = {.context.invariant = 3};
+    mt_column_parallel_linear linear;
+    mt_linear_saved saved;
+    mt_norm_layer norm;
+    mt_norm_saved norm_saved;
+    mt_tensor x, y;
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, &where, &r);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "context.invariant is 3, must be 0 or a power of two up to 1024",
+            mt_parallel_set_options(r.ctx, &options));
+    options.context.invariant = 4;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_set_options(r.ctx, &options));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "fc", &d, &linear));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_norm_layer_create(r.ctx, r.params, "norm", &per_head, &norm));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params));
+    x = mt_tensor_f32(test_floats(&r, 24, 1), 6, 4), y = mt_tensor_f32(test_floats(&r, 24, 1), 6, 4);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_linear_forward(r.ctx, &linear, x, y, &saved));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "6 rows cannot be summed for 4 virtual context ranks each|call mt_rows_are_sequences",
+            mt_parallel_linear_backward(r.ctx, &linear, y, mt_none(), &saved));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_norm_layer_forward(r.ctx, &norm, x, y, &norm_saved));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "6 rows cannot be summed for 4 virtual context ranks each",
+            mt_norm_layer_backward(r.ctx, &norm, y, mt_none(), y, &norm_saved));
+    assert_int_equal(mt_rows_are_sequences(r.ctx, 1), 0);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_linear_backward(r.ctx, &linear, y, mt_none(), &saved));
+    assert_int_equal(mt_rows_are_sequences(r.ctx, 0), 1);
+    options.context.invariant = 2;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "context.invariant is 2, but parameters of this context have 4 virtual context ranks",
+            mt_parallel_set_options(r.ctx, &options));
+    test_paper_rank_close(&r);
+}
+
+/* Ranks that divide sequences in other ways find it before they exchange tokens. */
+static mt_status other_layout_rank(mt_comm *world, void *user) {
+    const int invariant = *(const int *)user, rank = mt_comm_rank(world);
+    const mt_context_desc where = {.arena_bytes = 1 << 20, .invariant = invariant};
+    mt_parallel_options options = {.context.contiguous = !invariant && rank == 1};
+    mt_param *w;
+    test_rank r;
+    if (invariant) options.context.invariant = 2 + 2 * rank;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.cp = 2}, &where, &r));
+    MT_TRY(mt_parallel_set_options(r.ctx, &options));
+    MT_TRY(mt_params_add(r.ctx, r.params, &(mt_param_desc){.name = "w", .rows = 4, .cols = 4}, &w));
+    CHECK(mt_params_init(r.ctx, r.params, 1) == MT_ERR_MISMATCH);
+    CHECK(test_has_words(mt_last_error(r.ctx), invariant ? "mt_parallel_options.context.invariant|2|4"
+                                                         : "mt_parallel_options.context.contiguous|0|1"));
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_ranks_with_another_layout(void **state) {
+    (void)state;
+    for (int invariant = 0; invariant < 2; invariant++) test_launch(2, other_layout_rank, &invariant);
+}
+
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
 enum { LONGER = 1024, WIDE = 128 };
@@ -1226,6 +1288,8 @@ int main(void) {
         cmocka_unit_test(test_same_bits_of_norms_of_heads),
         cmocka_unit_test(test_documents_are_alone),
         cmocka_unit_test(test_tokens_of_a_rank),
+        cmocka_unit_test(test_rows_of_virtual_ranks),
+        cmocka_unit_test(test_ranks_with_another_layout),
         cmocka_unit_test(test_memory_is_divided),
         cmocka_unit_test(test_a_rank_leaves),
         cmocka_unit_test(test_refusals),

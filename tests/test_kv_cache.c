@@ -470,6 +470,7 @@ static void test_operators_refuse_lengths(void **state) {
 typedef struct places {
     int tp, pp, cp, sequence_parallel, invariant;
     int prompts; /* prompts are so long that this many context ranks divide them; 0: short texts */
+    int parts;   /* virtual context ranks in invariant mode; 0: 4 */
 } places;
 
 typedef struct model_run {
@@ -591,7 +592,7 @@ static mt_status check_context_calls(model_rank *m, int divided) {
     const int last = m->r.grid.pp_rank + 1 == m->r.grid.pp_size, layers = (int)m->gpt.model.local_layers;
     const int groups = mt_self_attention_cache_groups(&m->gpt.model.layers[0].attention) > 0;
     mt_comm_ledger_reset(m->r.grid.cp);
-    if (m->run->on.cp == 1 || m->run->on.invariant) return MT_SUCCESS; /* a call for each virtual shard */
+    if (m->run->on.cp == 1 || (m->run->on.invariant && divided)) return MT_SUCCESS; /* a call for each virtual shard */
     CHECK((int)got.calls[MT_ALL_GATHER] == (divided && groups ? layers : 0));
     CHECK((int)got.calls[MT_ALL_REDUCE] == (divided && last));
     return MT_SUCCESS;
@@ -613,6 +614,16 @@ static mt_status chat_like(model_rank *m) {
     MT_TRY(feed(m, LONG_TEXT, whole, ALL_TOKENS));
     for (int b = 0; b < TEXTS; b++) MT_TRY(set_length(m, b, LONG_TEXT - n));
     return feed(m, n, last, LAST_TOKENS);
+}
+
+/* 32 virtual context ranks, each with one token of two chunks: with padding, one of two ranks would compute as many
+   tokens of a prompt of 32 as alone. */
+static mt_status many_parts(model_rank *m) {
+    static const int32_t prompt[] = {32, 20, 5}, one[] = {1, 1, 1}, turn[] = {0, 3, 36};
+    MT_TRY(feed(m, 32, prompt, LAST_TOKENS));
+    MT_TRY(check_context_calls(m, 0));
+    MT_TRY(feed(m, 1, one, ALL_TOKENS));
+    return feed(m, 36, turn, ALL_TOKENS);
 }
 
 /* The logits of the texts, which each context rank computes for its part of the tokens. */
@@ -650,14 +661,14 @@ static int64_t cache_bytes(const model_rank *m) {
 }
 
 static mt_status model_rank_run(model_rank *m) {
-    static const mt_parallel_options four_parts = {.context.invariant = 4};
     model_run *run = m->run;
+    const mt_parallel_options parts = {.context.invariant = run->on.parts ? run->on.parts : 4};
     uint64_t seed = 11;
     size_t before;
-    m->length = run->on.prompts ? LONG_TEXT : TEXT;
+    m->length = run->on.parts ? 64 : run->on.prompts ? LONG_TEXT : TEXT;
     for (int i = 0; i < TEXTS * m->length; i++) m->text[i] = (int32_t)test_below(&seed, VOCAB);
     MT_TRY(mt_params_set_dtype(m->r.ctx, m->r.params, run->dtype));
-    if (run->on.invariant && run->on.prompts) MT_TRY(mt_parallel_set_options(m->r.ctx, &four_parts));
+    if (run->on.invariant && run->on.prompts) MT_TRY(mt_parallel_set_options(m->r.ctx, &parts));
     MT_TRY(mt_gpt_create(m->r.ctx, m->r.params, &run->d, &m->gpt));
     MT_TRY(mt_params_init(m->r.ctx, m->r.params, 3));
     MT_TRY(disturb_params(&m->r, 0.2f));
@@ -667,7 +678,7 @@ static mt_status model_rank_run(model_rank *m) {
     CHECK(mt_gpt_cache_bytes(&m->gpt, TEXTS, m->length) == cache_bytes(m) && (int64_t)m->cache.bytes == cache_bytes(m));
     CHECK(mt_context_allocated(m->r.ctx) == before + mt_align_up(m->cache.bytes ? m->cache.bytes : 1) + 64);
     mt_comm_ledger_reset(m->r.grid.cp);
-    MT_TRY(run->on.prompts ? chat_like(m) : generate_like(m));
+    MT_TRY(run->on.parts ? many_parts(m) : run->on.prompts ? chat_like(m) : generate_like(m));
     mt_gpt_cache_destroy(m->r.ctx, &m->cache);
     CHECK(mt_context_allocated(m->r.ctx) == before && m->cache.layers == NULL);
     return MT_SUCCESS;
@@ -750,13 +761,14 @@ static model_run *run_model(int kind, mt_dtype dtype, places on) {
     run->dtype = dtype;
     run->on = on;
     test_launch(on.tp * on.pp * on.cp, model_main, run);
-    assert_true(run->count > 40 * VOCAB);
+    assert_true(run->count > (on.parts ? 20 : 40) * VOCAB);
     return run;
 }
 
 static void test_logits_like_the_whole_text(void **state) {
-    static const places splits[] = {{1, 1, 1, 0, 0, 0}, {2, 1, 1, 0, 0, 0}, {4, 1, 1, 0, 0, 0}, {1, 2, 1, 0, 0, 0},
-                                    {2, 2, 1, 0, 0, 0}, {2, 1, 1, 1, 0, 0}, {4, 1, 1, 1, 0, 0}};
+    static const places splits[] = {{1, 1, 1, 0, 0, 0, 0}, {2, 1, 1, 0, 0, 0, 0}, {4, 1, 1, 0, 0, 0, 0},
+                                    {1, 2, 1, 0, 0, 0, 0}, {2, 2, 1, 0, 0, 0, 0}, {2, 1, 1, 1, 0, 0, 0},
+                                    {4, 1, 1, 1, 0, 0, 0}};
     (void)state;
     for (int kind = 0; kind < KINDS; kind++)
         for (size_t i = 0; i < sizeof splits / sizeof *splits; i++) free(run_model(kind, MT_F32, splits[i]));
@@ -765,15 +777,18 @@ static void test_logits_like_the_whole_text(void **state) {
 static void test_16_bit_models(void **state) {
     (void)state;
     for (int kind = 0; kind < KINDS; kind++) {
-        free(run_model(kind, kind % 2 ? MT_BF16 : MT_F16, (places){1 << kind % 3, 1, 1, 0, 0, 0}));
-        free(run_model(kind, kind % 2 ? MT_F16 : MT_BF16, (places){2, 1 + kind % 2, 1, kind % 2, 0, 0}));
+        free(run_model(kind, kind % 2 ? MT_BF16 : MT_F16, (places){1 << kind % 3, 1, 1, 0, 0, 0, 0}));
+        free(run_model(kind, kind % 2 ? MT_F16 : MT_BF16, (places){2, 1 + kind % 2, 1, kind % 2, 0, 0, 0}));
     }
 }
 
 /* Context ranks divide the tokens of prompts. Each rank gets all logits, which are those of the whole text. */
 static void test_prefill_on_context_ranks(void **state) {
-    static const places splits[] = {
-        {1, 1, 2, 0, 0, 2}, {2, 1, 2, 1, 0, 2}, {1, 2, 2, 0, 0, 2}, {1, 1, 4, 0, 0, 4}, {1, 1, 2, 0, 0, 4}};
+    static const places splits[] = {{1, 1, 2, 0, 0, 2, 0},
+                                    {2, 1, 2, 1, 0, 2, 0},
+                                    {1, 2, 2, 0, 0, 2, 0},
+                                    {1, 1, 4, 0, 0, 4, 0},
+                                    {1, 1, 2, 0, 0, 4, 0}};
     (void)state;
     for (int kind = 0; kind < KINDS; kind++) {
         for (size_t i = 0; i < sizeof splits / sizeof *splits; i++) free(run_model(kind, MT_F32, splits[i]));
@@ -795,15 +810,20 @@ static void same_bits(int kind, mt_dtype dtype, const places *splits, size_t cou
 
 /* With the built-in GEMM, check_logits also compares the bits of short texts with those of the whole text. */
 static void test_same_bits(void **state) {
-    static const places splits[] = {
-        {1, 1, 1, 0, 4, 0}, {2, 1, 1, 0, 4, 0}, {4, 1, 1, 0, 4, 0}, {2, 1, 1, 1, 4, 0}, {1, 2, 1, 0, 4, 0}};
-    static const places with_context[] = {{1, 1, 1, 0, 4, 4}, {1, 1, 4, 0, 4, 4}, {2, 1, 2, 1, 4, 4}};
+    static const places splits[] = {{1, 1, 1, 0, 4, 0, 0},
+                                    {2, 1, 1, 0, 4, 0, 0},
+                                    {4, 1, 1, 0, 4, 0, 0},
+                                    {2, 1, 1, 1, 4, 0, 0},
+                                    {1, 2, 1, 0, 4, 0, 0}};
+    static const places with_context[] = {{1, 1, 1, 0, 4, 4, 0}, {1, 1, 4, 0, 4, 4, 0}, {2, 1, 2, 1, 4, 4, 0}};
+    static const places with_parts[] = {{1, 1, 1, 0, 4, 2, 32}, {1, 1, 2, 0, 4, 2, 32}};
     (void)state;
     for (int kind = 0; kind < KINDS; kind++)
         for (int type = 0; type < 2; type++) {
             same_bits(kind, type ? MT_BF16 : MT_F32, splits, sizeof splits / sizeof *splits);
             if (BUILT_IN_GEMM) /* another one may round differently for the tokens of a part */
                 same_bits(kind, type ? MT_BF16 : MT_F32, with_context, sizeof with_context / sizeof *with_context);
+            if (BUILT_IN_GEMM && type == 0) same_bits(kind, MT_F32, with_parts, 2);
         }
 }
 

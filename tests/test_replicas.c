@@ -1258,9 +1258,9 @@ static void test_scales_of_a_rank(void **state) {
     for (int check = 1; check <= 2; check++) test_launch(4, scaled_rank, &check);
 }
 
-/* Two data ranks, of whose tokens those of rank 0 have a loss. 1 / 4 is right then: the number of tokens of all ranks that
-   count, and of rank 0 alone. Rank 0 cannot tell it from a mean of means, until rank 1 says that it has ignored tokens.
-   ignored 0: those of rank 1 have a loss, too. */
+/* Two data ranks, of whose tokens those of rank 0 have a loss. 1 / 4 is right then: the number of tokens of all ranks
+   that count, and of rank 0 alone. Rank 0 cannot tell it from a mean of means, until rank 1 says that it has ignored
+   tokens. ignored 0: those of rank 1 have a loss, too. */
 static mt_status half_of_the_loss(mt_comm *world, void *user) {
     const int ignored = *(const int *)user, rank = mt_comm_rank(world);
     const mt_context_desc where = {.arena_bytes = 1 << 16, .check = 2};

@@ -248,6 +248,7 @@ MT_API mt_status mt_self_attention_cached_forward(mt_context *ctx, const mt_self
     mt_batch padded;
     const mt_batch *checked;
     size_t mark;
+    int before;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!attention) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: attention is NULL", function);
@@ -260,7 +261,9 @@ MT_API mt_status mt_self_attention_cached_forward(mt_context *ctx, const mt_self
     MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
     desc = mti_attention_desc(&a, batch, 0);
     mark = mt_arena_mark(ctx);
+    before = mt_rows_are_sequences(ctx, !a.cp);
     status = MT_RANGE("attention forward", mti_attention_cached(ctx, &a, &desc, cache, x, y));
+    mt_rows_are_sequences(ctx, before);
     mt_arena_release(ctx, mark);
     return status;
 }

@@ -99,12 +99,14 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
              (mt_kv_cache_advance)
      x, y    [sequences * seq, hidden] on every tensor rank, also with sequence_parallel, because the tokens of a step
              need not be a multiple of t. y must not overlap x. In y, rows of tokens that are not valid have no meaning
-   On c context ranks, x and y have all tokens on each rank, or the rank's share of them, [sequences * s / c, hidden].
-   Then s is seq, rounded up to a multiple of 2 c (of c with context.contiguous, of 2 V_c or V_c in invariant mode). The
-   rows are those of mt_context_parallel_token for sequences of s tokens; tokens from seq on are padding. Each rank gets
-   all keys and values in its cache.
+   On c context ranks, x and y have all tokens on each rank, or on each rank its share of them: [sequences * s / c,
+   hidden], where s is seq, rounded up to a multiple of 2 c. (Of c with mt_parallel_options.context.contiguous; with V_c
+   = context.invariant > 1, of 2 V_c or V_c.) The rows are those of mt_context_parallel_token for sequences of s tokens.
+   Tokens from seq on are padding. batch is that of the whole sequences. Each rank gets all keys and values in its
+   cache. The number of rows says which form it is: sequences * seq rows are all tokens. All context ranks choose the
+   same form.
    Communication: 1 all-reduce over the tensor group. For a share of the tokens, also 1 all-gather of keys and values
-   over the context group.
+   over the context group (in invariant mode one for each virtual shard).
    Errors: MT_ERR_UNSUPPORTED (the mask is not causal), MT_ERR_SHAPE (with rotary, the max_seq of the cache is greater
    than that of the layer), and those of mt_kv_cache_append. After an error, only keys and values at positions from
    lengths on may have changed.

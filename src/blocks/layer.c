@@ -449,6 +449,7 @@ MT_API mt_status mt_transformer_layer_cached_forward(mt_context *ctx, const mt_t
     mt_batch padded;
     const mt_batch *checked;
     size_t mark;
+    int before;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!layer) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: layer is NULL", function);
@@ -459,7 +460,9 @@ MT_API mt_status mt_transformer_layer_cached_forward(mt_context *ctx, const mt_t
     MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
     MT_TRY(mti_cache_check(ctx, function, &l.attention, batch, cache));
     mark = mt_arena_mark(ctx);
+    before = mt_rows_are_sequences(ctx, !l.attention.cp);
     status = MT_RANGE("layer forward", mti_layer_forward(ctx, &l, batch, cache, x, y, NULL));
+    mt_rows_are_sequences(ctx, before);
     mt_arena_release(ctx, mark);
     return status;
 }

@@ -102,7 +102,8 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
                                                mt_tensor dx, const mt_transformer_layer_saved *saved);
 
 /* Inference with a key/value cache: mt_self_attention_cached_forward with the norms, residuals and MLP of the layer.
-   batch, cache, x, y and the errors are as there. Communication: 2 all-reduces over the tensor group. */
+   batch, cache, x, y and the errors are as there. Communication: 2 all-reduces over the tensor group, and for a share
+   of the tokens that of attention over the context group. */
 MT_API mt_status mt_transformer_layer_cached_forward(mt_context *ctx, const mt_transformer_layer *layer,
                                                      const mt_batch *batch, const mt_kv_cache *cache, mt_tensor x,
                                                      mt_tensor y);

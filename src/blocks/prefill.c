@@ -41,6 +41,7 @@ static mt_status mti_qkv_keys(mt_context *ctx, const mt_attention_desc *desc, mt
 static mt_status mti_prefill_gather(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
                                     const mti_seq_chunks *own, const mt_kv_cache *cache, mt_tensor qkv) {
     const int64_t rows = desc->batch * own->chunk;
+    const size_t mark = mt_arena_mark(ctx);
     mti_seq_chunks c = *own;
     mt_attention_desc s = *desc;
     mt_tensor kv, all;
@@ -57,6 +58,7 @@ static mt_status mti_prefill_gather(mt_context *ctx, const mt_self_attention *a,
             const int64_t first = c.rank * qkv.rows + i * rows;
             MT_TRY(mt_kv_cache_append(ctx, &part, mt_none(), mt_tensor_rows(all, first, rows), cache));
         }
+    mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
 

@@ -201,7 +201,8 @@ MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const cha
    and by the rows of all ranks. For a mean, the product is 1. It refuses n or 1 / n, where n is the number of ranks of
    a group or of all groups, and forgets the scale. mt_check_replicas tells the ranks of its group when one of them says
    nothing, such as one where tokens have no loss: then none refuses. If the loss is meant so, call
-   mt_check_mean(ctx, logits, NAN) before. `where` and `name` are kept for messages. Errors: MT_ERR_MEMORY; MT_ERR_ARGUMENT for what is refused. */
+   mt_check_mean(ctx, logits, NAN) before. `where` and `name` are kept for messages. Errors: MT_ERR_MEMORY;
+   MT_ERR_ARGUMENT for what is refused. */
 #define MT_CONTENT_ANY ((uint64_t)1)
 MT_API mt_status mt_check_numbers(mt_context *ctx, const char *where, const char *what, mt_tensor t, int data,
                                   const double *numbers, int count);

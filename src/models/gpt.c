@@ -165,21 +165,24 @@ static mt_status mti_last_position(mt_context *ctx, const mt_batch *batch, int64
 static mt_status mti_gpt_gather_rows(mt_context *ctx, const mt_language_model *m, const mt_batch *batch, mt_tensor x,
                                      mt_tensor *out) {
     mti_seq_chunks c = mti_seq_chunks_of(m->cp, &m->layers[0].attention.context, batch->seq);
-    mt_tensor all;
-    int64_t s, n, from, to;
+    const int64_t rows = batch->sequences * c.chunk;
+    mt_tensor all, from, to;
+    int64_t first, n;
     int i;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * c.size, x.cols, &all));
     MT_TRY(mt_arena_tensor(ctx, x.dtype, batch->sequences * batch->seq, x.cols, out));
     MT_TRY(mt_all_gather(ctx, m->cp, x.data, all.data, (size_t)(x.rows * x.cols), x.dtype));
+    to = mt_tensor_reshape(*out, batch->sequences, batch->seq * x.cols); /* sequences are rows of these views */
     for (c.rank = 0; c.rank < c.size; c.rank++)
-        for (i = 0; i < c.count; i++)
-            for (s = 0; s < batch->sequences; s++) {
-                to = mt_min(mti_chunk_token(&c, i), batch->seq);
-                n = mt_min(c.chunk, batch->seq - to);
-                from = c.rank * x.rows + (i * batch->sequences + s) * c.chunk;
-                if (n > 0)
-                    MT_TRY(mt_copy(ctx, mt_tensor_rows(all, from, n), mt_tensor_rows(*out, s * batch->seq + to, n)));
-            }
+        for (i = 0; i < c.count; i++) {
+            first = mt_min(mti_chunk_token(&c, i), batch->seq);
+            n = mt_min(c.chunk, batch->seq - first);
+            from = mt_tensor_rows(all, c.rank * x.rows + i * rows, rows);
+            from = mt_tensor_reshape(from, batch->sequences, c.chunk * x.cols);
+            if (n > 0)
+                MT_TRY(
+                    mt_copy(ctx, mt_tensor_cols(from, 0, n * x.cols), mt_tensor_cols(to, first * x.cols, n * x.cols)));
+        }
     return MT_SUCCESS;
 }
 
@@ -338,7 +341,9 @@ MT_API mt_status mt_gpt_cache_set_length(mt_context *ctx, const mt_gpt_cache *ca
 static mt_comm *mti_prefill_group(const mt_language_model *m, const mt_batch *batch) {
     const int64_t padded = mti_seq_chunks_of(m->cp, &m->layers[0].attention.context, batch->seq).seq;
     const int ranks = mt_comm_size(m->cp);
-    return ranks > 1 && batch->seq >= (int64_t)MT_PREFILL_TOKENS * ranks && padded <= m->desc.max_seq ? m->cp : NULL;
+    return batch->seq >= (int64_t)MT_PREFILL_TOKENS * ranks && padded <= m->desc.max_seq && padded / ranks < batch->seq
+               ? m->cp
+               : NULL;
 }
 
 /* Checks what a call with a cache reads. *m becomes a copy of the model for it, in which each tensor rank has all

@@ -155,18 +155,19 @@ MT_API mt_status mt_gpt_cache_set_length(mt_context *ctx, const mt_gpt_cache *ca
                sequence, as in mt_gpt_logits. Rows of tokens that are not valid, and of sequences with 0 new tokens,
                have finite numbers without a meaning. mt_none(): no logits are computed
    The logits are those of mt_gpt_logits for the whole text, up to rounding. In invariant mode on a CPU with the
-   built-in GEMM they have the bits of mt_gpt_logits, on every split and however the text is divided into calls; with
-   virtual context ranks (context.invariant) they have bits of their own, which are the same on every split.
+   built-in GEMM they have the bits of mt_gpt_logits, on every split and however the text is divided into calls. With
+   virtual context ranks (context.invariant > 1) they have, in the same cases, bits of their own on every split.
    Collective over the tensor and the pipeline group, as mt_gpt_logits: all ranks pass the same batch and ids, and have
    caches of the same sizes. Communication over the tensor group: 1 all-reduce for the embedding and 2 for each layer of
    [sequences * seq, hidden], also with sequence_parallel, and 1 all-gather for the logits. On a pipeline, each stage
    sends [sequences * seq, hidden] to the next, and the last stage broadcasts the logits. On a GPU the call waits only
    to look up the last tokens of a batch that has lengths and more than one token for each sequence.
-   All context ranks pass the same batch and ids, and get the same logits. c of them divide the tokens of a call with at
-   least c * MT_PREFILL_TOKENS new tokens of each sequence, as prompts have: each layer then does 1 all-gather of keys
-   and values over the context group, and the call 1 all-reduce of the last tokens, or 1 all-gather of all tokens. With
-   fewer new tokens, or where seq rounded up to what the ranks can divide would be more than the model's max_seq, each
-   rank computes all of them, without communication over the context group.
+   All context ranks pass the same batch and ids and logits of the same shape, with caches of the same lengths, and get
+   the same logits. c of them divide the tokens of a call whose seq is at least c * MT_PREFILL_TOKENS, as that of
+   prompts is. The call is then collective over the context group, too: each layer does 1 all-gather of keys and values,
+   and the call 1 all-reduce of the last tokens, or 1 all-gather of all tokens. Messages over the other groups are 1 / c
+   as large. With a smaller seq, or where seq rounded up to what the ranks can divide is more than the model's max_seq,
+   each rank computes all tokens, without communication over the context group.
    Errors: MT_ERR_ARGUMENT (the batch has another number of sequences than the cache, or the cache is of another model),
    MT_ERR_SHAPE (seq is greater than the model's max_seq), MT_ERR_DATA (an id is out of range, on a GPU as in
    mt_gpt_logits; on a CPU: a sequence would have more than max_seq tokens). After an error the lengths of the cache are
@@ -188,9 +189,9 @@ MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const 
    The tokens do not depend on the other sequences of the batch. They depend on the split only where rounding decides
    between two tokens. When the logits have the same bits on every split, as in invariant mode, the tokens are the same
    on every split.
-   Collective over the tensor and the pipeline group. Communication over the tensor group: that of mt_gpt_cached_logits,
-   with the all-gather of mt_vocab_parallel_sample instead of that of the logits. The last stage of a pipeline
-   broadcasts the ids to the others. On a GPU the call waits only where mt_gpt_cached_logits does.
+   Collective over the groups of mt_gpt_cached_logits. Communication over the tensor group: that of
+   mt_gpt_cached_logits, with the all-gather of mt_vocab_parallel_sample instead of that of the logits. The last stage
+   of a pipeline broadcasts the ids to the others. On a GPU the call waits only where mt_gpt_cached_logits does.
    Errors: those of mt_gpt_cached_logits; MT_ERR_ARGUMENT (a field of desc is out of range); MT_ERR_DATA on every rank
    (a logit is NaN, on a GPU as in mt_vocab_parallel_sample). After an error the lengths of the cache are as before. */
 MT_API mt_status mt_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,

@@ -51,11 +51,11 @@ static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_a
     return mt_check_enum(ctx, where, NULL, "qkv_layout", (int)s->qkv_layout, MT_QKV_LAYOUT_WORDS);
 }
 
-/* In this layout, the columns of qkv are those of all queries, then of all keys, then of all values. */
+/* In this layout, the columns of qkv are those of all queries, if it has any, then of all keys, then of all values. */
 static mt_status mti_expect_qkv_parts(mt_context *ctx, const char *where, const mt_attention_desc *s, const char *name,
                                       mt_tensor qkv) {
     if (s->qkv_layout != MT_QKV_CONCATENATED || s->heads_per_group > 1) return MT_SUCCESS;
-    return mt_parts_check(ctx, where, name, qkv, 3);
+    return mt_parts_check(ctx, where, name, qkv, s->heads_per_group ? 3 : 2);
 }
 
 static int64_t mti_attention_heads(const mt_attention_desc *s) { return s->groups * s->heads_per_group; }

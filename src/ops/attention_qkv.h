@@ -32,15 +32,16 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
    not be set.
    A call may have a part of the new tokens, such as those of a context rank: desc->part.seq is the number of new tokens
    of a whole sequence, and the call has the desc->seq tokens from part.first_query on. Then lengths counts the new
-   tokens of the whole sequence, and token i is token part.first_query + i of them. Tokens from part.seq on are padding.
-   The other fields of part must be 0.
+   tokens of the whole sequence. Token i is token part.first_query + i of them, and what is said of position and keys
+   counts from there. Tokens from part.seq on are padding. The other fields of part must be 0 (MT_ERR_UNSUPPORTED).
    In append heads_per_group may be 0: then qkv has only keys and values, [batch * seq, groups * 2 * head_dim].
    Attention reads the keys and values in their own type. On a CPU, calls with at most MT_KV_DECODE_QUERIES queries for
    each key/value head (seq * heads_per_group) read each key and value once, without a copy. Longer calls, and all calls
    in invariant mode, compute blocks of scores as mt_attention_forward does, also with bf16 operands. A row of out then
    has the same bits as in mt_attention_forward of the whole sequence. For a GPU, docs/gpus.md says which kernel runs.
    Errors: MT_ERR_UNSUPPORTED (a field is set that must not be; attention on a GPU: as in mt_attention_forward, or
-   max_seq is 2^30 or more), MT_ERR_SHAPE (max_seq is below 1, or keys or values are not contiguous), MT_ERR_DTYPE (keys
+   max_seq is 2^30 or more), MT_ERR_SHAPE (max_seq is below 1, keys or values are not contiguous, part is out of range,
+   or attention with heads_per_group 0), MT_ERR_DTYPE (keys
    and values do not have the type of qkv), MT_ERR_DATA (on a CPU: a length is out of range, or a sequence would have
    more than max_seq tokens). A GPU does not check lengths. With wrong lengths its results are undefined, but it
    accesses no memory outside the tensors. */

@@ -109,6 +109,9 @@ static mt_status mti_kv_fill(mt_context *ctx, const char *where, const mt_attent
     whole.heads_per_group += desc->heads_per_group == 0; /* append: no queries */
     MT_TRY(mti_expect_heads(ctx, where, &whole));
     MT_TRY(mti_kv_expect_part(ctx, where, &desc->part));
+    if (mt_size_mul(desc->batch, desc->part.seq) < 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: a batch of %lld sequences of %lld tokens has too many tokens", where,
+                       (long long)desc->batch, (long long)desc->part.seq);
     MT_TRY(mti_kv_expect_options(ctx, where, desc));
     MT_TRY(mti_kv_expect_cache(ctx, where, cache, desc->batch));
     memset(k, 0, sizeof *k);

@@ -63,7 +63,8 @@ MT_API int mt_params_shards(const mt_params *params);
      mt_check_activation  MT_ERR_SHAPE: t is not [rows, cols]. MT_ERR_DTYPE: t has another type than `weight`.
      mt_check_sent        MT_ERR_SHAPE: a tensor that is sent to other tensor ranks is not contiguous. `in` is sent only
                           under sequence parallelism, `out` always. Either may be mt_none().
-     mt_check_tokens      MT_ERR_SHAPE: in invariant mode, V does not divide `tokens`. Only training calls need it. */
+     mt_check_tokens      MT_ERR_SHAPE: in invariant mode, `tokens` is not a multiple of V for each virtual context
+                          rank. Only training calls need it. */
 MT_API mt_status mt_check_param(mt_context *ctx, const char *function, const mt_param *param);
 MT_API mt_status mt_check_gradient(mt_context *ctx, const char *function, const mt_param *param);
 MT_API mt_status mt_check_linear_gradients(mt_context *ctx, const char *function, const mt_parallel_linear *layer);
@@ -130,9 +131,9 @@ MT_API mt_tensor mt_tensor_reshape(mt_tensor t, int64_t rows, int64_t cols);
    arg, first, count, a, b) must add the contribution of rows [first, first + count) to its own arguments a and b. By
    default op is called once, with all rows, and a and b are the gradients themselves. In invariant mode it is called
    once for each virtual shard of the tokens, with scratch memory as a and b; each virtual context rank has V of them.
-   In this mode, with V > 1, operators refuse to sum into the gradient of a parameter that is MT_REPLICATED
-   (MT_ERR_ARGUMENT), and with virtual context ranks into any gradient: see docs/invariance.md.
-   MT_ERR_SHAPE, in invariant mode: V does not divide the tokens. */
+   In this mode operators refuse to sum over tokens into a gradient (MT_ERR_ARGUMENT): with V > 1 into that of a
+   parameter that is MT_REPLICATED, and with V_c > 1 into any. See docs/invariance.md.
+   MT_ERR_SHAPE, in invariant mode: the tokens are not a multiple of V for each virtual context rank. */
 typedef mt_status (*mt_token_operator)(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor a,
                                        mt_tensor b);
 MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_token_operator op,
@@ -140,8 +141,8 @@ MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_p
 
 /* are 1: in the next calls the rows of tensors are not tokens but sequences, such as those of a pooler, or tokens that
    every context rank has. In invariant mode virtual context ranks (mt_context_parallel_desc.invariant) do not divide
-   them. are 0: they are tokens of this context rank. Returns what it was, for the call that ends this. Does nothing,
-   and returns 0, if ctx is NULL or has no layers yet. */
+   them. are 0: they are tokens of this context rank. Returns what it was, for the call that ends this; make it also
+   after an error. Does nothing, and returns 0, if ctx is NULL or has no layers yet. */
 MT_API int mt_rows_are_sequences(mt_context *ctx, int are);
 
 /* Returns a view of the columns of t [tokens, local features] that belong to virtual shard number `shard` of this rank,

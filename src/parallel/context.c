@@ -499,6 +499,7 @@ static mt_status mti_ring_numbers(mt_context *ctx, const mt_comm *cp, const mt_c
     MT_TRY(mt_check_number(ctx, cp, "scale of attention", s->scores.scale));
     MT_TRY(mt_check_number(ctx, cp, "dropout of attention", s->dropout.p));
     MT_TRY(mt_check_number(ctx, cp, "comm_type of attention", (float)(context ? context->comm_type : 0)));
+    MT_TRY(mt_check_number(ctx, cp, "context.invariant of attention", (float)(context ? context->invariant : 0)));
     return mt_check_number(ctx, cp, "contiguous of attention", (float)(context ? context->contiguous : 0));
 }
 

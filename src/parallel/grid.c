@@ -2,6 +2,7 @@
 
 #pragma once
 #include "grid.h"
+#include "options.c"
 #include "system.h"
 #include "../comm/communicator.h"
 #include "../comm/hash.c"
@@ -190,7 +191,7 @@ static mt_status mti_cp_layout_check(mt_context *ctx, const char *function, cons
                                      int size) {
     const int ranks = context ? context->invariant : 0;
     if (ranks == 0) return MT_SUCCESS;
-    if (ranks < 0 || ranks > 1024 || (ranks & (ranks - 1)))
+    if (!mti_is_context_ranks(ranks))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: context.invariant is %d, must be 0 or a power of two up to 1024",
                        function, ranks);
     if (!mt_context_invariant(ctx))
@@ -214,7 +215,7 @@ MT_API int64_t mt_context_parallel_token(const mt_context_parallel_desc *context
                                          int64_t seq, int64_t row) {
     mti_cp_layout l;
     if (rank < 0 || rank >= size || batch < 1 || seq < 1 || seq > INT64_MAX / batch) return -1;
-    if (context && (context->invariant < 0 || context->invariant % size != 0)) return -1;
+    if (context && (!mti_is_context_ranks(context->invariant) || context->invariant % size != 0)) return -1;
     l = mti_cp_layout_of(context, rank, size, seq);
     if (l.chunk * l.halves * l.ranks != seq || row < 0 || row >= batch * l.count * l.chunk) return -1;
     return row / l.chunk % batch * seq + mti_cp_layout_token(&l, (int)(row / l.chunk / batch)) + row % l.chunk;

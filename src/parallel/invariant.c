@@ -141,6 +141,17 @@ static int mti_context_shards(const mt_context *ctx) {
     return mti_has_context_ranks(ctx) ? mti_parallel_of(ctx)->context_shards : 1;
 }
 
+/* Refuses rows that this rank's virtual context ranks cannot divide. */
+static mt_status mti_context_rows_check(mt_context *ctx, int64_t rows) {
+    const int shards = mti_context_shards(ctx);
+    if (rows % shards == 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE,
+                   "the gradients of %lld rows cannot be summed for %d virtual context ranks each "
+                   "(mt_parallel_options.context.invariant); if the rows are sequences, call mt_rows_are_sequences "
+                   "before",
+                   (long long)rows, shards);
+}
+
 /* Computes c = a op(b) + beta c, whose rows are tokens, for each virtual context rank alone: the bits of a row may
    depend on the number of rows. beta is 0 or 1. */
 static mt_status mti_token_product(mt_context *ctx, mt_transpose trans_b, mt_tensor a, mt_tensor b, float beta,
@@ -160,6 +171,7 @@ static mt_status mti_sum_over_context(mt_context *ctx, mt_token_operator op, con
                                       mt_tensor b) {
     const int shards = mti_context_shards(ctx);
     if (!mti_has_context_ranks(ctx)) return op(ctx, arg, 0, rows, a, b);
+    MT_TRY(mti_context_rows_check(ctx, rows));
     return mti_sum_over_shards(ctx, op, arg, rows / shards, shards, a, b);
 }
 
@@ -212,8 +224,8 @@ MT_API mt_status mt_check_tokens(mt_context *ctx, const char *function, int64_t 
     shards = mt_context_invariant(ctx) * mti_context_shards(ctx);
     if (shards == 0 || tokens % shards == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_SHAPE,
-                   "%s: %lld tokens cannot be split into %d virtual shards (mt_context_desc.invariant)", function,
-                   (long long)tokens, shards);
+                   "%s: %lld tokens cannot be split into %d virtual shards (mt_context_desc.invariant%s)", function,
+                   (long long)tokens, shards, mti_has_context_ranks(ctx) ? ", for each virtual context rank" : "");
 }
 
 MT_API int64_t mt_invariant_micro_batch(int data_shards, int64_t sequences) {

@@ -8,12 +8,13 @@
    of pipeline stages, with and without sequence parallelism. V_d is mt_context_desc.invariant_data, by default V. "The
    same bits" applies to the loss, the gradients, their norm, the weights and the optimizer state.
    Every split dimension is divided into V virtual shards of the same size, with padding where necessary. Each of t
-   tensor ranks has V / t of them.
+   tensor ranks has V / t of them. With mt_parallel_options.context.invariant = V_c it computes the same bits on 1, 2,
+   4, ..., V_c context ranks, too: each of n has the tokens of V_c / n virtual context ranks.
    docs/invariance.md says how this works, what it costs, and which blocks of your own it covers.
 
    The mode has these rules:
      tokens           The number of tokens in a training call (forward with saved, and its backward) must be a multiple
-                      of V; otherwise MT_ERR_SHAPE.
+                      of V for each virtual context rank; otherwise MT_ERR_SHAPE.
      heads            Attention must have at least V query heads; otherwise MT_ERR_SHAPE.
      micro-batches    A micro-batch must have mt_invariant_micro_batch sequences. Call mt_accumulate_gradients after the
                       backward of each micro-batch. Use each layer only once in a micro-batch.

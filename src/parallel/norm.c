@@ -143,6 +143,7 @@ static mt_status mti_norm_context(mt_context *ctx, const mti_norm_call *c, mt_te
     const size_t mark = mt_arena_mark(ctx);
     mt_tensor all;
     int i;
+    MT_TRY(mti_context_rows_check(ctx, c->x.rows));
     MT_TRY(mt_arena_tensor(ctx, MT_F32, ranks, sums * dgain.cols, &all));
     MT_TRY(mt_fill(ctx, all, 0.0f));
     for (i = 0; i < ranks; i++) {

@@ -35,7 +35,8 @@ typedef struct mt_norm_saved {
    holds n heads of the group side by side: those that this layer normalises. For example, in a contiguous qkv
    [tokens, local_groups * unit], with unit = (heads_per_group + 2) * head_dim, this view holds the queries:
        mt_tensor_cols(mt_tensor_reshape(qkv, tokens * local_groups, unit), 0, heads_per_group * head_dim)
-   No communication. The hash log gets NAME.output and NAME.input_grad, except per head.
+   No communication, except in backward per head in invariant mode with virtual context ranks: 1 all-reduce over the
+   tensor group. The hash log gets NAME.output and NAME.input_grad, except per head.
    Error of create: MT_ERR_ARGUMENT (a field of desc is out of range, or groups is set with sequence_parallel). */
 MT_API mt_status mt_norm_layer_create(mt_context *ctx, mt_params *params, const char *name,
                                       const mt_norm_layer_desc *desc, mt_norm_layer *out);

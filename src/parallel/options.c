@@ -86,6 +86,9 @@ static mt_status mti_parallel_open(mt_context *ctx, mti_parallel **out) {
     return MT_SUCCESS;
 }
 
+/* Whether a number of virtual context ranks is allowed. 0: none. */
+static int mti_is_context_ranks(int ranks) { return ranks >= 0 && ranks <= 1024 && !(ranks & (ranks - 1)); }
+
 MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_options *options) {
     mt_parallel_options o;
     mti_parallel *p;
@@ -100,7 +103,17 @@ MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_opti
     MT_TRY(mt_check_integer(ctx, "mt_parallel_set_options", NULL, "interleave", o.interleave, 0, 1));
     MT_TRY(mt_check_enum(ctx, "mt_parallel_set_options", NULL, "context.comm_type", (int)o.context.comm_type,
                          MT_CP_COMM_TYPE_WORDS));
+    if (!mti_is_context_ranks(o.context.invariant))
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_parallel_set_options: context.invariant is %d, must be 0 or a power of two up to 1024",
+                       o.context.invariant);
     MT_TRY(mti_parallel_open(ctx, &p));
+    if (p->context_ranks > 1 && o.context.invariant != p->context_ranks)
+        return mt_fail(
+            ctx, MT_ERR_ARGUMENT,
+            "mt_parallel_set_options: context.invariant is %d, but parameters of this context have %d virtual "
+            "context ranks",
+            o.context.invariant, p->context_ranks);
     p->options = o;
     return MT_SUCCESS;
 }

@@ -41,9 +41,10 @@ typedef struct mt_parallel_options {
        parallelism, in invariant mode, with a key/value cache, and for a batch of one sequence or with cu_seqlens. 0: a
        layer works on the whole batch */
     int interleave;
-    /* On several context ranks (mt_grid_desc.cp): how keys and values travel, and which tokens a rank has. Attention
-       reads it when it is created. With whole_keys the memory of cross-attention is whole on each context rank;
-       self-attention does not read whole_keys */
+    /* On several context ranks (mt_grid_desc.cp): how keys and values travel, and which tokens a rank has. In invariant
+       mode `invariant` also acts on one. Attention reads it when it is created, and mt_params_init does: set it before
+       the first layer. `invariant` cannot change after mt_params_init (MT_ERR_ARGUMENT). With whole_keys the memory of
+       cross-attention is whole on each context rank; self-attention does not read whole_keys */
     mt_context_parallel_desc context;
 } mt_parallel_options;
 

@@ -197,14 +197,20 @@ static mt_status mti_stages_check(mt_context *ctx, const mt_params *params, cons
    all ranks have the same. */
 static mt_status mti_params_compare(mt_context *ctx, const mt_params *params, const char *function,
                                     const uint64_t *seed, mt_status mine) {
+    const mt_context_parallel_desc context = mt_parallel_get_options(ctx).context;
     mti_settings t;
     int i;
-    MT_TRY(mti_settings_begin(ctx, 6, &t));
+    MT_TRY(mti_settings_begin(ctx, 9, &t));
     mti_settings_add(&t, "call", "%s", function);
     if (seed) mti_settings_add(&t, "seed", "%llu", (unsigned long long)*seed);
     mti_settings_add(&t, "mt_context_desc.invariant", "%d", mt_context_invariant(ctx));
     mti_settings_add(&t, "mt_context_desc.invariant_data", "%d", mt_context_invariant_data(ctx));
     mti_settings_add(&t, "mt_context_desc.check", "%s", mt_check_mode(ctx) == 2 ? "2" : "not 2");
+    mti_settings_add(&t, "mt_parallel_options.context.invariant", "%d", context.invariant);
+    if (params->grid->cp_size > 1) {
+        mti_settings_add(&t, "mt_parallel_options.context.contiguous", "%d", context.contiguous);
+        mti_settings_add(&t, "mt_parallel_options.context.comm_type", "%d", (int)context.comm_type);
+    }
     mti_settings_add_error(ctx, &t, mine);
     MT_TRY(mti_settings_end(ctx, params, function, 0, &t));
     MT_TRY(mti_settings_begin(ctx, params->count + 3, &t));
