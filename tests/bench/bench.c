@@ -3578,7 +3578,8 @@ typedef struct session {
 
 static mt_status rank_main(mt_comm *world, void *user) {
     const session *s = user;
-    mt_context_desc where = {.threads = 1, .arena_bytes = (size_t)(s->item->ranks > MANY_RANKS ? 1 : 1536) << 20};
+    const size_t mib = s->item->ranks > MANY_RANKS ? 1 : s->item->run == item_context ? 1536 : 512;
+    mt_context_desc where = {.threads = 1, .arena_bytes = mib << 20};
     worker w = {.team = s->team, .world = world};
     mt_status status;
     MT_TRY(mt_context_create(world, &where, &w.ctx));
