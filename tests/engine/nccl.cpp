@@ -314,8 +314,8 @@ Bytes reduce(const std::vector<Bytes> &inputs, size_t total, ncclDataType_t type
 // ---- operations on streams ------------------------------------------------------------------------------------------
 // The calls that one rank makes in one group are a node: its user streams wait for all of them. Each call is a leg on
 // its own stream. There it meets the legs of the other ranks in an op, which is a collective or a send with its
-// receive. A leg enters the node's rendezvous `finish` only when all ranks have called. Until then, an abort can use an
-// idle stream in place of the leg's.
+// receive. A leg enters the node's rendezvous `finish` when all ranks have called. An abort takes the rank's own legs
+// out of their ops, which never run then: the legs of the other ranks wait until their ranks abort.
 
 struct Op;
 
@@ -335,11 +335,11 @@ struct Node {
 struct Op {
     Clique *clique = nullptr;
     size_t number = 0, entered = 0; // streams that have entered `meeting`
-    bool pairwise = false, broken = false, mismatched = false;
-    Rendezvous *meeting = nullptr;
-    std::vector<Call> calls; // index: rank, or 0 for the send and 1 for the receive of a pair
-    std::vector<int> ranks;  // in order of arrival
-    std::vector<Leg *> legs; // valid until all ranks have called
+    bool pairwise = false, mismatched = false;
+    Rendezvous *meeting = nullptr; // null: the op has run, or all ranks that came have left it
+    std::vector<Call> calls;       // index: rank, or 0 for the send and 1 for the receive of a pair
+    std::vector<int> ranks;        // in order of arrival
+    std::vector<Leg *> legs;       // valid until all ranks have called
     std::vector<std::pair<ncclComm *, std::unique_ptr<Leg>>> remote_legs; // owned until the op ends
     std::thread::id thread;
     uint64_t group = 0;
@@ -573,7 +573,7 @@ void run_pair(const Op &op) {
 }
 
 void run_op(Op &op) {
-    if (op.broken) return;
+    op.meeting = nullptr;
     if (op.mismatched) poison_outputs(op);
     else if (op.pairwise) run_pair(op);
     else run_collective(op);
@@ -628,11 +628,11 @@ void enter_meeting(Op &op, Leg &leg) {
     enqueue_rendezvous(leg.stream, op.meeting);
 }
 
-// Adds a rank to an op. The last rank releases all legs into the `finish` of their nodes. A broken op has no meeting
-// any more: ranks that arrive late wait for an abort.
+// Adds a rank to an op. The last rank releases all legs into the `finish` of their nodes. Where all ranks that came
+// have left the op again, a rank that arrives late waits for an abort.
 void arrive(const std::shared_ptr<Op> &op, ncclComm &comm, Leg &leg, const Call &call, size_t part) {
     leg.op = op;
-    if (op->broken) return;
+    if (!op->meeting) return;
     if (!call.replayed) check_threads(*op, comm, call.kind); // the launch of a graph does not wait
     op->calls[part] = call;
     op->ranks.push_back(comm.rank);
@@ -665,7 +665,7 @@ void join_collective(ncclComm &comm, Leg &leg, const Call &call, size_t number) 
             mismatch(*op, comm.rank, call, other, theirs);
         }
     }
-    if (op->ranks.size() + 1 == op->expected() && !op->broken) clique.open.erase(number);
+    if (op->ranks.size() + 1 == op->expected() && op->meeting) clique.open.erase(number);
     arrive(op, comm, leg, call, static_cast<size_t>(comm.rank));
 }
 
@@ -676,7 +676,8 @@ void join_pair(ncclComm &comm, Leg &leg, const Call &call) {
     const std::pair<int, int> key = sends ? std::make_pair(comm.rank, call.root) : std::make_pair(call.root, comm.rank);
     const size_t mine = sends ? 0 : 1;
     std::deque<std::shared_ptr<Op>> &queue = clique.pairs[key];
-    // The queue contains only sends or only receives. A broken op stays in the queue until its peer has called.
+    // The queue contains only sends or only receives. An op whose rank has left it stays in the queue until the
+    // peer has called.
     if (queue.empty() || queue.front()->calls[1 - mine].count == SIZE_MAX) {
         queue.push_back(new_op(clique, 2, comm.operations, call.kind));
         queue.back()->calls[1 - mine].count = SIZE_MAX;
@@ -784,7 +785,7 @@ void take_data(Clique &clique, const Message &message, const Bytes &payload) {
     const std::shared_ptr<Op> op = entry->second.first;
     Leg &leg = *entry->second.second;
     clique.announced.erase(entry);
-    if (op->broken) return;
+    if (!op->meeting) return;
     op->calls[static_cast<size_t>(op->pairwise ? message.kind == kReceive : message.rank)].data = payload;
     leg.op = nullptr;
     enter_meeting(*op, leg);
@@ -792,10 +793,7 @@ void take_data(Clique &clique, const Message &message, const Bytes &payload) {
 
 void finished(const std::shared_ptr<Node> &node) {
     ncclComm &comm = *node->comm;
-    for (const std::unique_ptr<Leg> &leg : node->legs) {
-        const bool abandoned = !leg->op || leg->op->broken;
-        if (!abandoned) comm.idle.push_back(leg->stream);
-    }
+    for (const std::unique_ptr<Leg> &leg : node->legs) comm.idle.push_back(leg->stream);
     comm.pending.erase(std::remove(comm.pending.begin(), comm.pending.end(), node), comm.pending.end());
 }
 
@@ -1480,21 +1478,28 @@ void leave(ncclComm &comm) {
     for (ncclComm *member : clique.members) free_streams(*member);
 }
 
-// Ends an operation that can no longer run: idle streams take the places of the missing ranks, so that the streams that
-// have entered can continue.
-void break_op(ncclComm &comm, const std::shared_ptr<Op> &op) {
-    if (op->broken) return;
-    op->broken = true;
-    for (size_t missing = op->expected() - op->entered; missing > 0; missing--)
-        enqueue_rendezvous(take_stream(comm), op->meeting);
+// Takes a leg out of an op that has not run.
+void leave_op(Op &op, const Leg &leg) {
+    if (!op.meeting) return;
+    op.legs.erase(std::remove(op.legs.begin(), op.legs.end(), &leg), op.legs.end());
+    op.entered = leave_rendezvous(leg.stream, op.meeting);
+    if (op.entered == 0) op.meeting = nullptr;
 }
 
+// Takes a leg of a rank that aborts out of its op, and with it the legs of ranks in other processes: in this process,
+// nobody waits for them any more.
+void break_op(Op &op, const Leg &leg) {
+    leave_op(op, leg);
+    for (const auto &item : op.remote_legs) leave_op(op, *item.second);
+}
+
+// The last call first: otherwise a call behind one that ends could run.
 void abort_nodes(ncclComm &comm) {
-    const std::vector<std::shared_ptr<Node>> nodes = comm.pending;
+    const std::vector<std::shared_ptr<Node>> nodes(comm.pending.rbegin(), comm.pending.rend());
     for (const std::shared_ptr<Node> &node : nodes)
         for (const std::unique_ptr<Leg> &leg : node->legs) {
-            if (leg->op) break_op(comm, leg->op);
-            if (!leg->released) release(*leg, take_stream(comm));
+            if (leg->op) break_op(*leg->op, *leg);
+            if (!leg->released) release(*leg, leg->stream);
         }
 }
 
@@ -1601,8 +1606,7 @@ bool a_collective_waits() {
     for (const auto &comm : all_comms)
         if (comm->clique)
             for (const auto &item : comm->clique->open)
-                if (item.second->entered > 0 && item.second->entered < item.second->expected() && !item.second->broken)
-                    return true;
+                if (item.second->entered > 0 && item.second->entered < item.second->expected()) return true;
     return false;
 }
 

@@ -840,6 +840,22 @@ void enqueue_rendezvous(cudaStream_t stream, Rendezvous *rendezvous) {
     if (s) append(s, rendezvous->label, nullptr, rendezvous);
 }
 
+size_t leave_rendezvous(cudaStream_t stream, Rendezvous *rendezvous) {
+    std::vector<OperationRef> &all = rendezvous->participants;
+    Stream *s = stream_of(stream);
+    const auto own = std::find_if(all.begin(), all.end(), [s](const OperationRef &o) { return o->stream == s; });
+    if (own != all.end()) {
+        (*own)->rendezvous = nullptr;
+        all.erase(own);
+        may_be_ready(s);
+    }
+    const size_t left = all.size();
+    if (left == 0) delete rendezvous;
+    notify();
+    if (!queues().running) run_some();
+    return left;
+}
+
 // ---- >>capture -----------------------------------------------------------------------------------------------------
 
 // The rules are those of the CUDA Programming Guide, "Creating a Graph Using Stream Capture", and of

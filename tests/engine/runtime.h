@@ -41,6 +41,9 @@ cudaError_t enqueue(cudaStream_t stream, const char *label, std::function<void()
 // of its stream. The runtime then frees the rendezvous.
 Rendezvous *rendezvous_new(int ranks, const char *label, std::function<void()> work);
 void enqueue_rendezvous(cudaStream_t stream, Rendezvous *rendezvous);
+// Makes the stream's part of a rendezvous that has not run an operation that waits for nobody. The other participants
+// wait for another one. Returns their number; 0: the rendezvous is freed. Call with the lock held.
+size_t leave_rendezvous(cudaStream_t stream, Rendezvous *rendezvous);
 
 // Creates a stream that stands for a device of another process in a rendezvous. No call that waits for a device waits
 // for this stream.

@@ -1234,6 +1234,29 @@ void check_abort_of_messages() {
     });
 }
 
+// All ranks call an all-reduce, that of rank 0 behind a receive which never ends. The abort of rank 0 does not end the
+// all-reduce of the others.
+void check_abort_behind_a_message() {
+    Steps calls, steps;
+    on_ranks(3, [&](Rank &r) {
+        Buffer<float> buffer(inputs<float>(r.rank, 8)), first(std::vector<float>(8));
+        r.destroy = false;
+        connect_all(r);
+        if (r.rank == 0) CHECK(ncclRecv(first.p, 8, ncclFloat, 1, r.comm, r.stream) == ncclSuccess);
+        if (r.rank == 1) CHECK(ncclSend(first.p, 8, ncclFloat, 0, r.comm, r.stream) == ncclSuccess);
+        CHECK(cudaStreamSynchronize(r.stream) == cudaSuccess);
+        if (r.rank == 0) CHECK(ncclRecv(first.p, 8, ncclFloat, 1, r.comm, r.stream) == ncclSuccess);
+        CHECK(ncclAllReduce(buffer.p, buffer.p, 8, ncclFloat, ncclSum, r.comm, r.stream) == ncclSuccess);
+        calls.step++;
+        calls.wait(3);
+        steps.wait(r.rank);
+        CHECK(stays_blocked(r.stream));
+        CHECK(ncclCommAbort(r.comm) == ncclSuccess && cudaStreamSynchronize(r.stream) == cudaSuccess);
+        CHECK(same_bits(buffer.read(r.stream), inputs<float>(r.rank, 8)));
+        steps.step++;
+    });
+}
+
 // Rank 1 is silent after one call. Rank 1 and its peer wait until they abort.
 void check_silence() {
     if (!enough_devices(2)) return;
@@ -1389,6 +1412,7 @@ void test_states() {
     run_case("nccl memory, registrations, windows", [] { on_ranks(2, check_memory); });
     run_case("nccl abort frees the rank that aborts", check_abort);
     run_case("nccl abort of a receive", check_abort_of_messages);
+    run_case("nccl abort leaves the other ranks waiting", check_abort_behind_a_message);
     run_case("nccl a silent rank", check_silence);
     run_case("nccl an asynchronous error", check_async_error);
     run_case("nccl a peer that never joins", check_init_abort);
