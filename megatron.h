@@ -2337,7 +2337,7 @@ static mt_status mti_attention_core_backward(mt_context *ctx, const mt_self_atte
     return mti_attention_rotate(ctx, a, desc, mt_rotary_backward, dqkv);
 }
 
-/* ---- attention to a key/value cache over context ranks (src/blocks/prefill.c) ------------------------------------ */
+/* ---- attention to a key/value cache (src/blocks/attention_cached.c) ---------------------------------------------- */
 
 /* The part of a cache that belongs to the groups of desc, from mti_attention_shard. */
 static mt_kv_cache mti_cache_shard(const mt_attention_desc *desc, int64_t first, const mt_kv_cache *cache) {
@@ -2353,9 +2353,10 @@ static mt_tensor mti_cache_table(const mt_self_attention *a, const mt_kv_cache *
     return a->rotary.data ? mt_tensor_rows(a->rotary, 0, cache->max_seq) : mt_none();
 }
 
-/* The desc of a call with chunk i of a context rank. */
-static mt_attention_desc mti_prefill_desc(const mt_attention_desc *whole, const mti_seq_chunks *c, int i) {
+/* The desc of a call with chunk i of a rank. */
+static mt_attention_desc mti_cached_desc(const mt_attention_desc *whole, const mti_seq_chunks *c, int i) {
     mt_attention_desc s = *whole;
+    if (c->chunk == c->seq) return s;
     s.seq = c->chunk;
     s.part.seq = whole->seq;
     s.part.first_query = mt_min(mti_chunk_token(c, i), whole->seq); /* chunks behind the end are padding */
@@ -2374,14 +2375,15 @@ static mt_status mti_qkv_keys(mt_context *ctx, const mt_attention_desc *desc, mt
 }
 
 /* Adds the keys and values of the other context ranks to the cache. They are turned already. */
-static mt_status mti_prefill_gather(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
-                                    const mti_seq_chunks *own, const mt_kv_cache *cache, mt_tensor qkv) {
+static mt_status mti_cached_gather(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
+                                   const mti_seq_chunks *own, const mt_kv_cache *cache, mt_tensor qkv) {
     const int64_t rows = desc->batch * own->chunk;
     const size_t mark = mt_arena_mark(ctx);
     mti_seq_chunks c = *own;
     mt_attention_desc s = *desc;
     mt_tensor kv, all;
     int i;
+    if (c.size == 1) return MT_SUCCESS;
     s.heads_per_group = 0;
     s.scores.rotary_base = 0.0f;
     MT_TRY(mt_arena_tensor(ctx, qkv.dtype, qkv.rows, desc->groups * 2 * desc->head_dim, &kv));
@@ -2390,7 +2392,7 @@ static mt_status mti_prefill_gather(mt_context *ctx, const mt_self_attention *a,
     MT_TRY(mt_all_gather(ctx, a->cp, kv.data, all.data, (size_t)(kv.rows * kv.cols), kv.dtype));
     for (c.rank = 0; c.rank < c.size; c.rank++)
         for (i = 0; i < c.count && c.rank != own->rank; i++) {
-            const mt_attention_desc part = mti_prefill_desc(&s, &c, i);
+            const mt_attention_desc part = mti_cached_desc(&s, &c, i);
             const int64_t first = c.rank * qkv.rows + i * rows;
             MT_TRY(mt_kv_cache_append(ctx, &part, mt_none(), mt_tensor_rows(all, first, rows), cache));
         }
@@ -2398,10 +2400,10 @@ static mt_status mti_prefill_gather(mt_context *ctx, const mt_self_attention *a,
     return MT_SUCCESS;
 }
 
-/* Attention of one virtual shard. Each rank has its chunks in qkv and out, and adds all keys and values to its
+/* Attention of one virtual shard. A context rank has its chunks in qkv and out, and adds all keys and values to its
    cache. */
-static mt_status mti_prefill_shard(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
-                                   int64_t first, const mt_kv_cache *cache, mt_tensor qkv, mt_tensor out) {
+static mt_status mti_cached_shard(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
+                                  int64_t first, const mt_kv_cache *cache, mt_tensor qkv, mt_tensor out) {
     const mti_seq_chunks c = mti_seq_chunks_of(a->cp, &a->context, desc->seq);
     const int64_t rows = desc->batch * c.chunk;
     const mt_kv_cache part = mti_cache_shard(desc, first, cache);
@@ -2412,43 +2414,45 @@ static mt_status mti_prefill_shard(mt_context *ctx, const mt_self_attention *a, 
     MT_TRY(mti_qkv_input(ctx, desc, first, qkv, &qkv));
     MT_TRY(mt_invariant_output(ctx, out, &to));
     for (i = 0; i < c.count; i++) {
-        const mt_attention_desc s = mti_prefill_desc(desc, &c, i);
+        const mt_attention_desc s = mti_cached_desc(desc, &c, i);
         MT_TRY(mt_kv_cache_append(ctx, &s, mti_cache_table(a, cache), mt_tensor_rows(qkv, i * rows, rows), &part));
     }
-    MT_TRY(mti_prefill_gather(ctx, a, desc, &c, &part, qkv));
+    MT_TRY(mti_cached_gather(ctx, a, desc, &c, &part, qkv));
     for (i = 0; i < c.count; i++) {
-        const mt_attention_desc s = mti_prefill_desc(desc, &c, i);
+        const mt_attention_desc s = mti_cached_desc(desc, &c, i);
         MT_TRY(mt_kv_cache_attention(ctx, &s, mt_tensor_rows(qkv, i * rows, rows), &part,
                                      mt_tensor_rows(to, i * rows, rows)));
     }
     return mt_invariant_store(ctx, to, out);
 }
 
-static mt_status mti_prefill_shards(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
-                                    const mt_kv_cache *cache, mt_tensor qkv, mt_tensor out) {
+static mt_status mti_cached_shards(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
+                                   const mt_kv_cache *cache, mt_tensor qkv, mt_tensor out) {
     const int shards = a->proj.weight->shards;
     int64_t first;
     int s;
     for (s = 0; s < shards && desc->groups > 0; s++) {
         const mt_attention_desc part = mti_attention_shard(desc, a->groups, s, shards, &first);
         const size_t mark = mt_arena_mark(ctx);
-        MT_TRY(mti_prefill_shard(ctx, a, &part, first, cache, qkv, out));
+        MT_TRY(mti_cached_shard(ctx, a, &part, first, cache, qkv, out));
         mt_arena_release(ctx, mark);
     }
     return mti_attention_zero_rest(ctx, desc, out, mti_out_width(desc));
 }
 
-/* Core attention with a cache over context ranks, which turns the queries and keys of qkv itself. */
-static mt_status mti_attention_prefill(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
-                                       const mt_kv_cache *cache, mt_tensor qkv, mt_tensor out) {
+/* Core attention with a cache, which turns the queries and keys of qkv itself. Over context ranks it is one call for
+   check mode. */
+static mt_status mti_attention_core_cached(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
+                                           const mt_kv_cache *cache, mt_tensor qkv, mt_tensor out) {
     static const mt_rule rule = {"qkv out", "RR cc rr", NULL};
     mt_operand o[2];
+    if (!a->cp) return mti_cached_shards(ctx, a, desc, cache, qkv, out);
     o[0].name = "qkv", o[0].t = qkv, o[0].use = MT_ARG_IN_OUT;
     o[1].name = "out", o[1].t = out, o[1].use = MT_ARG_OUT;
     MT_TRY(mt_context_parallel_agree(ctx, a->cp, &a->context, desc));
     MT_TRY(mt_rule_check(ctx, "attention to a cache over context ranks", &rule, o, 2));
     mt_check_pause(ctx);
-    return mt_check_resume(ctx, mti_prefill_shards(ctx, a, desc, cache, qkv, out));
+    return mt_check_resume(ctx, mti_cached_shards(ctx, a, desc, cache, qkv, out));
 }
 
 /* ---- parallel self-attention (src/blocks/attention.c) ------------------------------------------------------------ */
@@ -2492,36 +2496,6 @@ static mt_status mti_attention_log(mt_context *ctx, const mt_column_parallel_lin
     for (i = 0; i < count; i++)
         MT_TRY(mt_hash_log_activation(ctx, layers[i].name, 0, "output_grad", dqkv[i], 0, layers[i].weight));
     return MT_SUCCESS;
-}
-
-/* Adds the keys and values of one virtual shard to the cache, and runs core attention on it. */
-static mt_status mti_attention_shard_cached(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
-                                            int64_t first, const mt_kv_cache *cache, mt_tensor qkv, mt_tensor out) {
-    size_t mark = mt_arena_mark(ctx);
-    mt_kv_cache part = mti_cache_shard(desc, first, cache);
-    mt_tensor to;
-    if (desc->groups == 0) return MT_SUCCESS;
-    out = mti_attention_cols(desc, out, first, mti_out_width(desc));
-    MT_TRY(mti_qkv_input(ctx, desc, first, qkv, &qkv));
-    MT_TRY(mt_invariant_output(ctx, out, &to));
-    MT_TRY(mt_kv_cache_append(ctx, desc, mti_cache_table(a, cache), qkv, &part));
-    MT_TRY(mt_kv_cache_attention(ctx, desc, qkv, &part, to));
-    MT_TRY(mt_invariant_store(ctx, to, out));
-    mt_arena_release(ctx, mark);
-    return MT_SUCCESS;
-}
-
-/* Core attention with a cache, which turns the queries and keys of qkv itself. */
-static mt_status mti_attention_core_cached(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
-                                           const mt_kv_cache *cache, mt_tensor qkv, mt_tensor out) {
-    int s, shards = a->proj.weight->shards;
-    int64_t first;
-    if (a->cp) return mti_attention_prefill(ctx, a, desc, cache, qkv, out);
-    for (s = 0; s < shards && desc->groups > 0; s++) {
-        mt_attention_desc part = mti_attention_shard(desc, a->groups, s, shards, &first);
-        MT_TRY(mti_attention_shard_cached(ctx, a, &part, first, cache, qkv, out));
-    }
-    return mti_attention_zero_rest(ctx, desc, out, mti_out_width(desc));
 }
 
 /* Computes y from x with a cache. */
@@ -2663,23 +2637,19 @@ static void mti_attention_whole_tokens(mt_self_attention *a) {
     a->cp = NULL;
 }
 
-/* Returns 1 when x has this context rank's tokens of a call with a cache, and not all of them. */
-static int mti_is_prefill_part(const mt_self_attention *a, const mt_batch *batch, mt_tensor x) {
-    mti_seq_chunks c;
-    if (mt_comm_size(a->cp) == 1 || !batch || batch->seq < 1 || batch->seq > INT32_MAX) return 0;
-    c = mti_seq_chunks_of(a->cp, &a->context, batch->seq);
-    return x.rows != mt_size_mul(batch->sequences, batch->seq) &&
-           x.rows == mt_size_mul(batch->sequences, c.count * c.chunk);
-}
-
-/* Sets the context group of `a`, a copy of the layer for the tokens of x. Returns the batch that x is checked with:
-   that of the caller or, for a part of the tokens, *padded, whose sequences the context ranks divide. */
+/* Sets the context group of `a`, a copy of the layer, when x has the tokens of one context rank and not all of them.
+   Returns the batch that x is checked with: that of the caller or, for a part of the tokens, *padded, whose sequences
+   the context ranks divide. */
 static const mt_batch *mti_cached_tokens(const mt_self_attention *layer, const mt_batch *batch, mt_tensor x,
                                          mt_self_attention *a, mt_batch *padded) {
-    if (!mti_is_prefill_part(layer, batch, x)) return batch;
+    mti_seq_chunks c;
+    if (mt_comm_size(layer->cp) == 1 || !batch || batch->seq < 1 || batch->seq > INT32_MAX) return batch;
+    c = mti_seq_chunks_of(layer->cp, &layer->context, batch->seq);
+    if (x.rows == mt_size_mul(batch->sequences, batch->seq)) return batch;
+    if (x.rows != mt_size_mul(batch->sequences, c.count * c.chunk)) return batch;
     a->cp = layer->cp;
     *padded = *batch;
-    padded->seq = mti_seq_chunks_of(a->cp, &a->context, batch->seq).seq;
+    padded->seq = c.seq;
     return padded;
 }
 

@@ -149,7 +149,7 @@ extern "C" {
 #include "blocks/mlp.c"
 #include "blocks/attention_layers.c"
 #include "blocks/attention_core.c"
-#include "blocks/prefill.c"
+#include "blocks/attention_cached.c"
 #include "blocks/attention.c"
 #include "blocks/cross.c"
 #include "blocks/layer.c"

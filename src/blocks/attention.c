@@ -1,7 +1,7 @@
 /* ---- parallel self-attention ------------------------------------------------------------------------------------- */
 
 #pragma once
-#include "prefill.c"
+#include "attention_cached.c"
 #include "../parallel/hash_log.h"
 
 /* Allocates the outputs of core attention, saved->out and saved->lse. For inference, saved->lse is mt_none(). */
@@ -43,36 +43,6 @@ static mt_status mti_attention_log(mt_context *ctx, const mt_column_parallel_lin
     for (i = 0; i < count; i++)
         MT_TRY(mt_hash_log_activation(ctx, layers[i].name, 0, "output_grad", dqkv[i], 0, layers[i].weight));
     return MT_SUCCESS;
-}
-
-/* Adds the keys and values of one virtual shard to the cache, and runs core attention on it. */
-static mt_status mti_attention_shard_cached(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
-                                            int64_t first, const mt_kv_cache *cache, mt_tensor qkv, mt_tensor out) {
-    size_t mark = mt_arena_mark(ctx);
-    mt_kv_cache part = mti_cache_shard(desc, first, cache);
-    mt_tensor to;
-    if (desc->groups == 0) return MT_SUCCESS;
-    out = mti_attention_cols(desc, out, first, mti_out_width(desc));
-    MT_TRY(mti_qkv_input(ctx, desc, first, qkv, &qkv));
-    MT_TRY(mt_invariant_output(ctx, out, &to));
-    MT_TRY(mt_kv_cache_append(ctx, desc, mti_cache_table(a, cache), qkv, &part));
-    MT_TRY(mt_kv_cache_attention(ctx, desc, qkv, &part, to));
-    MT_TRY(mt_invariant_store(ctx, to, out));
-    mt_arena_release(ctx, mark);
-    return MT_SUCCESS;
-}
-
-/* Core attention with a cache, which turns the queries and keys of qkv itself. */
-static mt_status mti_attention_core_cached(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
-                                           const mt_kv_cache *cache, mt_tensor qkv, mt_tensor out) {
-    int s, shards = a->proj.weight->shards;
-    int64_t first;
-    if (a->cp) return mti_attention_prefill(ctx, a, desc, cache, qkv, out);
-    for (s = 0; s < shards && desc->groups > 0; s++) {
-        mt_attention_desc part = mti_attention_shard(desc, a->groups, s, shards, &first);
-        MT_TRY(mti_attention_shard_cached(ctx, a, &part, first, cache, qkv, out));
-    }
-    return mti_attention_zero_rest(ctx, desc, out, mti_out_width(desc));
 }
 
 /* Computes y from x with a cache. */
@@ -214,23 +184,19 @@ static void mti_attention_whole_tokens(mt_self_attention *a) {
     a->cp = NULL;
 }
 
-/* Returns 1 when x has this context rank's tokens of a call with a cache, and not all of them. */
-static int mti_is_prefill_part(const mt_self_attention *a, const mt_batch *batch, mt_tensor x) {
-    mti_seq_chunks c;
-    if (mt_comm_size(a->cp) == 1 || !batch || batch->seq < 1 || batch->seq > INT32_MAX) return 0;
-    c = mti_seq_chunks_of(a->cp, &a->context, batch->seq);
-    return x.rows != mt_size_mul(batch->sequences, batch->seq) &&
-           x.rows == mt_size_mul(batch->sequences, c.count * c.chunk);
-}
-
-/* Sets the context group of `a`, a copy of the layer for the tokens of x. Returns the batch that x is checked with:
-   that of the caller or, for a part of the tokens, *padded, whose sequences the context ranks divide. */
+/* Sets the context group of `a`, a copy of the layer, when x has the tokens of one context rank and not all of them.
+   Returns the batch that x is checked with: that of the caller or, for a part of the tokens, *padded, whose sequences
+   the context ranks divide. */
 static const mt_batch *mti_cached_tokens(const mt_self_attention *layer, const mt_batch *batch, mt_tensor x,
                                          mt_self_attention *a, mt_batch *padded) {
-    if (!mti_is_prefill_part(layer, batch, x)) return batch;
+    mti_seq_chunks c;
+    if (mt_comm_size(layer->cp) == 1 || !batch || batch->seq < 1 || batch->seq > INT32_MAX) return batch;
+    c = mti_seq_chunks_of(layer->cp, &layer->context, batch->seq);
+    if (x.rows == mt_size_mul(batch->sequences, batch->seq)) return batch;
+    if (x.rows != mt_size_mul(batch->sequences, c.count * c.chunk)) return batch;
     a->cp = layer->cp;
     *padded = *batch;
-    padded->seq = mti_seq_chunks_of(a->cp, &a->context, batch->seq).seq;
+    padded->seq = c.seq;
     return padded;
 }
 
