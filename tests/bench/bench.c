@@ -45,6 +45,7 @@ typedef struct options {
     int csv, quick, tiny, help; /* tiny: one sample, and small GPTs in plan and scaling */
     int unpacked;               /* 1: item inference without mt_params_pack */
     double seconds;
+    int64_t tokens; /* of the item context; 0: its own */
     const char *only, *machine;
 } options;
 
@@ -3453,6 +3454,7 @@ static mt_status context_measure(worker *w, int64_t tokens) {
 }
 
 static mt_status item_context(worker *w) {
+    if (opt->tokens) return context_measure(w, opt->tokens);
     if (opt->tiny || opt->quick) return context_measure(w, opt->tiny ? 256 : 2048);
     MT_TRY(context_measure(w, 4096));
     return context_measure(w, 16384);
@@ -3576,10 +3578,14 @@ typedef struct session {
     team *team;
 } session;
 
+static size_t arena_mib(const item *i) {
+    if (i->ranks > MANY_RANKS) return 1;
+    return i->run != item_context ? 512 : opt->tokens > 16384 ? (size_t)opt->tokens / 16 : 1536;
+}
+
 static mt_status rank_main(mt_comm *world, void *user) {
     const session *s = user;
-    const size_t mib = s->item->ranks > MANY_RANKS ? 1 : s->item->run == item_context ? 1536 : 512;
-    mt_context_desc where = {.threads = 1, .arena_bytes = mib << 20};
+    mt_context_desc where = {.threads = 1, .arena_bytes = arena_mib(s->item) << 20};
     worker w = {.team = s->team, .world = world};
     mt_status status;
     MT_TRY(mt_context_create(world, &where, &w.ctx));
@@ -3652,7 +3658,8 @@ static void print_rounds(void) {
 }
 
 static void print_help(void) {
-    printf("usage: bench [--csv] [--quick] [--tiny] [--seconds S] [--only ITEM] [--unpacked] [--machine FILE]\n"
+    printf("usage: bench [--csv] [--quick] [--tiny] [--seconds S] [--only ITEM] [--unpacked] [--tokens N]\n"
+           "             [--machine FILE]\n"
            "  --csv        lines item,name,median,min,max,unit,ratio,versus instead of a table; comments go to stderr\n"
            "  --quick      3 to 5 samples of each\n"
            "  --tiny       one sample of each, and small GPTs in plan and scaling: only shows that everything runs\n"
@@ -3660,6 +3667,7 @@ static void print_help(void) {
            "  --only ITEM  one of gemm layer composed checking breakdown gpt2 inference decode invariant plan\n"
            "               scaling collectives bandwidth attention context memory\n"
            "  --unpacked   item inference without packed weights\n"
+           "  --tokens N   item context with one sequence of N tokens, a multiple of 8: 65536 takes half an hour\n"
            "  --machine FILE  item plan writes the rates of 2 ranks at once, for train_gpt --dry-run --machine FILE\n");
 }
 
@@ -3681,15 +3689,12 @@ static int known_item(const char *name) {
 }
 
 static int parse(int argc, char **argv, options *o) {
-    static const struct option table[] = {{"csv", no_argument, NULL, 'c'},
-                                          {"quick", no_argument, NULL, 'q'},
-                                          {"tiny", no_argument, NULL, 't'},
-                                          {"seconds", required_argument, NULL, 's'},
-                                          {"only", required_argument, NULL, 'o'},
-                                          {"machine", required_argument, NULL, 'm'},
-                                          {"help", no_argument, NULL, 'h'},
-                                          {"unpacked", no_argument, NULL, 'u'},
-                                          {NULL, 0, NULL, 0}};
+    static const struct option table[] = {
+        {"csv", no_argument, NULL, 'c'},          {"quick", no_argument, NULL, 'q'},
+        {"tiny", no_argument, NULL, 't'},         {"seconds", required_argument, NULL, 's'},
+        {"only", required_argument, NULL, 'o'},   {"machine", required_argument, NULL, 'm'},
+        {"help", no_argument, NULL, 'h'},         {"unpacked", no_argument, NULL, 'u'},
+        {"tokens", required_argument, NULL, 'n'}, {NULL, 0, NULL, 0}};
     int c;
     while ((c = getopt_long(argc, argv, "", table, NULL)) != -1) {
         char *end = NULL;
@@ -3701,8 +3706,10 @@ static int parse(int argc, char **argv, options *o) {
         else if (c == 'o') o->only = optarg;
         else if (c == 'm') o->machine = optarg;
         else if (c == 's') o->seconds = strtod(optarg, &end);
+        else if (c == 'n') o->tokens = strtoll(optarg, &end, 10);
         else return 0;
         if (c == 's' && (*end || !(o->seconds > 0))) return 0;
+        if (c == 'n' && (*end || o->tokens < 8 || o->tokens > 1 << 20 || o->tokens % 8)) return 0;
     }
     return optind == argc && (!o->only || known_item(o->only));
 }
