@@ -91,9 +91,9 @@ deadline=$last_deadline
 jobs=$(nproc 2>/dev/null || echo 2) most_seconds=${MT_GPU_LIMIT:-90}
 check_log=$build/check.log check_lines=40
 
-tests="test_cuda_ptx test_cuda_flash test_cuda_gemm test_cuda_kv_cache test_cuda test_cuda_operators test_cuda_gpt \
-test_cuda_checkpoint test_cuda_custom_block test_cuda_plain test_cuda_devices test_cuda_graph test_cuda_nccl \
-test_cuda_processes test_cuda_sharing"
+tests="test_cuda_ptx test_cuda_flash test_cuda_gemm test_cuda_kv_cache test_cuda test_cuda_operators test_cuda_router \
+test_cuda_gpt test_cuda_checkpoint test_cuda_custom_block test_cuda_plain test_cuda_devices test_cuda_graph \
+test_cuda_nccl test_cuda_processes test_cuda_sharing"
 # These programs use only what the headers declare, so they are linked to one build of the implementation, which takes
 # longer to build than they do. The others compile the implementation themselves.
 shared="test_cuda_gemm test_cuda_gpt test_cuda_checkpoint test_cuda_custom_block test_cuda_plain \

@@ -259,7 +259,7 @@ page_has() {
 # ---- rehearsals ------------------------------------------------------------------------------------------------------
 
 all_is_well() {
-    gpu_sh well -- --seconds 3000 && ends 0 "55 passed, 0 failed, 0 skipped" || return 1
+    gpu_sh well -- --seconds 3000 && ends 0 "57 passed, 0 failed, 0 skipped" || return 1
     page_has '^- GPU: NVIDIA of a stand-in' "^- nccl 2: $work/libs/libnccl.so.2" '^- peer: PyTorch of a stand-in' \
         '^| test_cuda_gemm | passed | .* 4 cases' 'SM clock 1980 to 1980 MHz' \
         '^| memory | norm, forward | 200.0 | 1500 GB/s | 3000 GB/s | 0.50 | .* | torch.compile 150.0 | 0.75 |$' &&
@@ -288,7 +288,7 @@ all_is_done() {
     gpu_sh well STANDIN_CRASHES_IN=add STANDIN_PYTORCH=no -- --seconds 3000
     ! grep '^  [a-z]*  *[a-z-]*  *[a-z_]*, ' "$said" || return 1
     sed 1,4d "$work/before" >"$work/old" && sed 1,4d "$page" | diff "$work/old" - || return 1
-    gpu_sh well STANDIN_CRASHES_IN=gemm -- --again --quick bench && ends 0 "55 passed, 0 failed, 0 skipped" &&
+    gpu_sh well STANDIN_CRASHES_IN=gemm -- --again --quick bench && ends 0 "57 passed, 0 failed, 0 skipped" &&
         page_has '^| add | quick add'
 }
 
@@ -296,7 +296,7 @@ much_is_wrong() {
     gpu_sh wrong STANDIN_HANGS=test_cuda_gemm STANDIN_CRASHES=test_cuda_flash STANDIN_FAILS=test_cuda_plain \
         STANDIN_BROKEN=test_cuda_gpt STANDIN_CRASHES_IN=gemm STANDIN_RACES=yes STANDIN_PYTORCH=no MT_TEST_WITHOUT=nccl \
         STANDIN_CHILD="$work/children" -- --seconds 3000
-    ends 1 "30 passed, 7 failed, 18 skipped" || return 1
+    ends 1 "32 passed, 7 failed, 18 skipped" || return 1
     page_has '^| test_cuda_gemm | hung | .* killed after 20 s; cases that fail alone: 1' \
         '^- test_cuda_gemm, test_two: hung' '^| test_cuda_flash | crashed | .* signal 11 (SEGV)' \
         '^- test_cuda_flash, test_two: crashed' '^| test_cuda_plain | failed | .* cases that fail alone: 2' \
@@ -322,7 +322,7 @@ no_child_is_left() {
 # The tools of the machine are missing, the implementation does not build, and an item of the benchmark hangs.
 more_is_wrong() {
     gpu_sh more MT_TEST_WITHOUT="compute-sanitizer nvidia-smi python3" STANDIN_BROKEN=implementation.o --
-    ends 1 "28 passed, 1 failed, 23 skipped" || return 1
+    ends 1 "30 passed, 1 failed, 23 skipped" || return 1
     page_has '^- build implementation: failed' '^| test_cuda_gemm | skipped | 0 | the implementation is not built' \
         '^| test_cuda_flash | passed' 'no readings by nvidia-smi' '^| list | skipped | 0 | python3 is not here' \
         '^| memcheck.test_cuda_ptx | skipped | 0 | compute-sanitizer is not here' || return 1
@@ -341,11 +341,11 @@ built_elsewhere() {
 
 # A sitting with programs and NCCL that have travelled: the parts that matter most come first, and then the rest.
 has_a_sitting() {
-    gpu_sh sitting -- --build sm_90 && ends 0 "23 passed, 0 failed, 0 skipped" || return 1
+    gpu_sh sitting -- --build sm_90 && ends 0 "24 passed, 0 failed, 0 skipped" || return 1
     travels=$folder/gpu/travel
     echo 'machine code' | xz >"$travels/libnccl.so.2.xz" && echo '23007 sm_90' >"$travels/version" || return 1
     mkdir -p "$work/sitting2/gpu" && cp -R "$travels" "$work/sitting2/gpu/travel" || return 1
-    gpu_sh sitting2 -- --built --seconds 3000 sitting && ends 0 "55 passed, 0 failed, 0 skipped" || return 1
+    gpu_sh sitting2 -- --built --seconds 3000 sitting && ends 0 "57 passed, 0 failed, 0 skipped" || return 1
     [ "$(cat "$folder/gpu/nccl/libnccl.so")" = 'machine code' ] &&
         page_has '^- code: .*sm_90a' '^- NCCL brought along: 23007' \
             '^| version | passed | .* NCCL 23007 from .*gpu/nccl' &&
@@ -416,7 +416,7 @@ is_immortal() {
 no_probe() {
     gpu_sh probe -- limits && page_has '^| limits | passed' || return 1
     gpu_sh probe STANDIN_BROKEN=probe --
-    ends 1 "3 passed, 1 failed, 49 skipped" &&
+    ends 1 "3 passed, 1 failed, 51 skipped" &&
         page_has '^- build probe: failed, a program that uses CUDA does not compile' '^ *tests/probe.cu(3): error' \
             '^| limits | passed' '^- test test_cuda: not run: a program that uses CUDA' || return 1
     mkdir "$work/silent"
@@ -433,8 +433,8 @@ time_runs_out() {
     gpu_sh late STANDIN_SLOW=all STANDIN_RUNS="$work/runs" -- --seconds 25 build test limits
     page_has '^- test test_cuda_processes: not run: out of time$' '^- bench: not asked for$' || return 1
     gpu_sh late STANDIN_SLOW=all STANDIN_RUNS="$work/runs" -- --seconds 3000 build test limits
-    ends 0 "38 passed, 0 failed, 0 skipped" || return 1
-    sort "$work/runs" | uniq -c | awk '$1 != 1 { print "ran again: " $0; wrong = 1 } END { exit wrong || NR != 15 }' &&
+    ends 0 "40 passed, 0 failed, 0 skipped" || return 1
+    sort "$work/runs" | uniq -c | awk '$1 != 1 { print "ran again: " $0; wrong = 1 } END { exit wrong || NR != 16 }' &&
         ! grep 'not run: ' "$page" || return 1
     gpu_sh late STANDIN_CRASHES_IN=limits -- --again limits
     page_has '^| limits | crashed' '^| test_cuda | passed' || return 1
@@ -596,10 +596,10 @@ finds_headers() {
 version_of_headers() { printf '#define NCCL_MAJOR %s\n#define NCCL_MINOR %s\n#define NCCL_PATCH %s\n' "$@"; }
 
 builds() {
-    gpu_sh builds -- --build && ends 0 "17 passed, 0 failed, 0 skipped" || return 1
-    gpu_sh builds MT_TEST_WITHOUT=nccl -- --build "$work/program" && ends 0 "13 passed, 0 failed, 3 skipped" || return 1
+    gpu_sh builds -- --build && ends 0 "18 passed, 0 failed, 0 skipped" || return 1
+    gpu_sh builds MT_TEST_WITHOUT=nccl -- --build "$work/program" && ends 0 "14 passed, 0 failed, 3 skipped" || return 1
     gpu_sh builds STANDIN_BROKEN=test_cuda_gpt -- --build
-    ends 1 "16 passed, 1 failed, 0 skipped"
+    ends 1 "17 passed, 1 failed, 0 skipped"
 }
 
 # Of a library with code for two architectures and PTX, only the code of the one that is asked for is left.

@@ -168,6 +168,7 @@ static const struct {
     mt_batch batch;
     mt_cross_entropy_shard_desc shard;
     mt_softmax_shard_desc softmax;
+    mt_router_desc router;
 } descs = {
     {.features = 4},
     {.in_features = 4, .out_features = 4},
@@ -184,6 +185,7 @@ static const struct {
     {.sequences = 1, .seq = 4},
     {.vocab = 4},
     {.vocab = 4},
+    {.topk = 2},
 };
 
 static const void *desc_of(const char *type) {
@@ -204,7 +206,8 @@ static const void *desc_of(const char *type) {
                {"mt_param_desc", &descs.param},
                {"mt_batch", &descs.batch},
                {"mt_cross_entropy_shard_desc", &descs.shard},
-               {"mt_softmax_shard_desc", &descs.softmax}};
+               {"mt_softmax_shard_desc", &descs.softmax},
+               {"mt_router_desc", &descs.router}};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (strcmp(all[i].type, type) == 0) return all[i].desc;
     return NULL;

@@ -42,7 +42,7 @@ check_log=$work/check.log check_lines=40
 trap 'rm -rf "$work"' EXIT
 trap 'exit 1' HUP INT TERM
 limit=${MT_PLANTED_LIMIT:-20}
-bugs_in_all_lists=1517
+bugs_in_all_lists=1547
 jobs=$(nproc 2>/dev/null || echo 2)
 cuda=${CUDA_HOME:-/usr/local/cuda}
 ASAN_OPTIONS=allocator_may_return_null=1

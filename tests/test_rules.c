@@ -313,6 +313,53 @@ static mt_status run_step_decide(const call *c) {
     return MT_SUCCESS;
 }
 
+/* variant: the score, and 4: normalised */
+static mt_router_desc router_of(const call *c) {
+    return (mt_router_desc){.topk = 3, .score = (mt_router_score)(c->variant & 3), .normalize = (c->variant & 4) != 0};
+}
+
+/* Sets *out to the memory of a tensor that a call takes as a pointer. Returns MT_ERR_SHAPE where the call needs another
+   shape. */
+static mt_status ints(mt_tensor t, int64_t rows, int64_t cols, int32_t **out) {
+    *out = (int32_t *)t.data;
+    return !t.data || (t.rows == rows && t.cols == cols) ? MT_SUCCESS : MT_ERR_SHAPE;
+}
+
+static mt_status run_router_forward(const call *c) {
+    const mt_router_desc d = router_of(c);
+    int32_t *valid, *ids;
+    MT_TRY(ints(T(2), T(0).rows, 1, &valid));
+    MT_TRY(ints(T(4), T(0).rows, 3, &ids));
+    return mt_router_forward(c->ctx, &d, T(0), T(1), valid, T(3), ids);
+}
+
+static mt_status run_router_backward(const call *c) {
+    const mt_router_desc d = router_of(c);
+    int32_t *ids;
+    MT_TRY(ints(T(1), T(0).rows, 3, &ids));
+    return mt_router_backward(c->ctx, &d, T(0), ids, T(2), T(3), T(4), T(5));
+}
+
+static mt_status run_router_sums(const call *c) {
+    const mt_router_desc d = router_of(c);
+    int32_t *ids, *counts;
+    MT_TRY(ints(T(1), T(0).rows, 3, &ids));
+    MT_TRY(ints(T(2), 1, T(0).cols, &counts));
+    return mt_router_sums(c->ctx, &d, T(0), ids, counts, T(3));
+}
+
+static mt_status run_router_losses(const call *c) {
+    int32_t *counts;
+    MT_TRY(ints(T(0), 1, T(3).cols, &counts));
+    return mt_router_losses(c->ctx, 3, 0.5f, 0.25f, counts, T(1), T(2), T(3), T(4));
+}
+
+static mt_status run_router_bias_update(const call *c) {
+    int32_t *counts;
+    MT_TRY(ints(T(0), 1, T(1).cols, &counts));
+    return mt_router_bias_update(c->ctx, 0.125f, counts, T(1));
+}
+
 /* ids: operand 0, table or its gradient: operand 1 or 2 */
 static mt_status run_embedding_forward(const call *c) {
     const int32_t *ids = (const int32_t *)T(0).data;
@@ -519,6 +566,9 @@ static mt_status run_reduce_scatter(const call *c) {
 #define NORM_BACKWARD                                                                                                  \
     "x in 6x10, gain in 1x10, stats in 6x2, dy in 6x10, dresidual in 6x10 optional, dx out 6x10, dgain sum 1x10, "     \
     "dbias sum 1x10 optional"
+#define ROUTER_BACKWARD                                                                                                \
+    "logits in 6x14, ids in 6x3 ids, dweights in 6x3, dscores in 1x14 optional, dlse in 1x1 optional, dlogits out "    \
+    "6x14"
 #define CACHE_APPEND                                                                                                   \
     "qkv inout 4x16, table in 5x2 optional, keys inout 20x2 like qkv cache, values inout 20x2 like qkv cache"
 #define CACHE_ATTENTION "qkv in 4x16, keys in 20x2 like qkv cache, values in 20x2 like qkv cache, out out 4x8"
@@ -656,6 +706,18 @@ static const entry entries[] = {
        "y in 6x14, dy in 6x14, sums in 6x1, dx out 6x14"),
     OP("mt_softmax_shard_backward", TENSOR, 1, run_place_shard_backward,
        "y in 6x14, dy in 6x14, sums in 6x1, dx out 6x14"),
+    OP("mt_router_forward", TENSOR, 0, run_router_forward,
+       "logits in 6x14, bias in 1x14 optional, valid in 6x1 ids optional, weights out 6x3, ids out 6x3 ids"),
+    OP("mt_router_forward", TENSOR, 6, run_router_forward,
+       "logits in 6x14, bias in 1x14 optional, valid in 6x1 ids optional, weights out 6x3, ids out 6x3 ids"),
+    OP("mt_router_backward", TENSOR, 4, run_router_backward, ROUTER_BACKWARD),
+    OP("mt_router_backward", TENSOR, 1, run_router_backward, ROUTER_BACKWARD),
+    OP("mt_router_backward", TENSOR, 2, run_router_backward, ROUTER_BACKWARD),
+    OP("mt_router_sums", TENSOR, 0, run_router_sums,
+       "logits in 6x14, ids in 6x3 ids, counts sum 1x14 ids, sums sum 1x15"),
+    OP("mt_router_losses", TENSOR, 0, run_router_losses,
+       "counts in 1x14 ids, sums in 1x15, losses out 1x2 optional, dscores out 1x14, dlse out 1x1"),
+    OP("mt_router_bias_update", TENSOR, 0, run_router_bias_update, "counts in 1x40 ids, bias inout 1x40"),
     {"mt_sample_candidates", TENSOR, 3, run_sample_candidates, "logits in 6x14, candidates out 6x6 gathered candidates",
      NULL, gathered_candidates},
     {"mt_sample_candidates", TENSOR, 0, run_sample_candidates, "logits in 6x14, candidates out 6x2 gathered candidates",
@@ -1032,7 +1094,8 @@ static void declare(const trial *t, int rank, const call *c) {
         const char *at = strchr("RrcP", t->letter[k]);
         mt_placement placement = (mt_placement)(MT_REPLICATED + (at ? at - "RrcP" : 0));
         if (!has(t, k) || t->letter[k] == ' ' || t->operands[k].cache) continue;
-        if (t->letter[k] == '0') ASSERT_STATUS(ctx, MT_SUCCESS, mt_fill(ctx, c->t[k], 0.0f));
+        if (t->letter[k] == '0' && t->operands[k].ids) ASSERT_STATUS(ctx, MT_SUCCESS, mt_declare_zero(ctx, c->t[k]));
+        else if (t->letter[k] == '0') ASSERT_STATUS(ctx, MT_SUCCESS, mt_fill(ctx, c->t[k], 0.0f));
         else ASSERT_STATUS(ctx, MT_SUCCESS, mt_declare(ctx, group_of(t, rank), c->t[k], placement));
     }
 }

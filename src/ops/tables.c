@@ -14,6 +14,7 @@
 #include "kv_cache.c"
 #include "embedding.c"
 #include "softmax.c"
+#include "router.c"
 #include "sample.c"
 #include "adamw.c"
 #include "step.c"
@@ -60,6 +61,11 @@ static const mti_table *const mti_tables[] = {&mti_fill_table,
                                               &mti_softmax_shard_forward_table,
                                               &mti_softmax_shard_sums_table,
                                               &mti_softmax_shard_backward_table,
+                                              &mti_router_forward_table,
+                                              &mti_router_backward_table,
+                                              &mti_router_sums_table,
+                                              &mti_router_losses_table,
+                                              &mti_router_bias_update_table,
                                               &mti_sample_candidates_table,
                                               &mti_sample_ids_table,
                                               &mti_adamw_step_table,
