@@ -38,8 +38,9 @@ slow_cases() {
         ;;
     test_sample) echo test_draws_of_every_split test_kept_tokens_are_transformers test_texts_of_a_gpt ;;
     test_train)
-        echo test_gpt2_any_split test_activations test_invariant_any_split test_invariant_in_bf16 test_absurd_flags \
-            test_sampling_fits_into_the_plan test_loading_fits_into_the_plan test_stuck_rank_ends_the_process
+        echo test_gpt2_any_split test_activations test_invariant_any_split test_invariant_over_context_ranks \
+            test_invariant_in_bf16 test_absurd_flags test_sampling_fits_into_the_plan test_loading_fits_into_the_plan \
+            test_stuck_rank_ends_the_process
         ;;
     esac
 }
