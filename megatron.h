@@ -150,12 +150,12 @@ typedef struct mt_batch {
     int64_t documents; /* must be 0 without cu_seqlens (MT_ERR_ARGUMENT) */
     /* A bias that is added to the attention scores in every layer, or a boolean mask of them: value is
        [bias.batch * bias.heads * seq, seq], where bias.batch is 1 or `sequences`, and bias.heads is 1 or the number of
-       query heads of the whole model (MT_ERR_SHAPE). All tensor ranks pass the whole bias. It must not change until
-       backward. A rank adds to bias.grad the part of its layers, heads and sequences: sum it over the tensor and the
-       pipeline group, and over the data group if data ranks share the bias. bias.grad must overlap no other tensor of
-       the call, and needs a value of a float type (MT_ERR_ARGUMENT). In invariant mode it needs bias.heads to be the
-       number of heads (MT_ERR_ARGUMENT), and its bits are the same on every tensor split, but not with other numbers of
-       data ranks or stages */
+       query heads of the whole model (MT_ERR_SHAPE). All tensor and context ranks pass the whole bias. It must not
+       change until backward. A rank adds to bias.grad the part of its layers, heads, tokens and sequences: sum it over
+       the tensor, the context and the pipeline group, and over the data group if data ranks share the bias. bias.grad
+       must overlap no other tensor of the call, and needs a value of a float type (MT_ERR_ARGUMENT). In invariant mode
+       it needs bias.heads to be the number of heads (MT_ERR_ARGUMENT), and its bits are the same on every tensor split,
+       but not with other numbers of data ranks, context ranks or stages */
     mt_attention_bias bias;
     /* [1, 1], MT_F32, in memory of the device: the gradients of all losses are multiplied by it (see
        mt_step_loss_scale). Backward reads it and, if backward_scale is set, forward, too. mt_none(): 1 */

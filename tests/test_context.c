@@ -25,14 +25,15 @@ enum {
 
 typedef struct found {
     float loss[STEPS], norm[STEPS], weights[WEIGHTS], grads[WEIGHTS]; /* grads: of the first step */
+    float bias[4 * SEQ * SEQ];                                        /* its gradient in the first step */
     float last[2][SEQUENCES * VOCAB]; /* logits: of the last tokens, without and with a cache; of BERT those of the
                                          first tokens, and two of each sequence */
     int64_t count;
 } found;
 
 /* Layers without attention or with some before the MLP, where cross-attention has its memory in parts or whole; a GPT
-   like GPT-2 or like Llama; a BERT. */
-enum model_kind { LAYERS, SELF_ATTENTION, MEMORY_IN_PARTS, WHOLE_MEMORY, GPT2, LLAMA, BERT };
+   like GPT-2 or like Llama; a BERT; a GPT of packed documents whose scores have all that scores can have. */
+enum model_kind { LAYERS, SELF_ATTENTION, MEMORY_IN_PARTS, WHOLE_MEMORY, GPT2, LLAMA, BERT, OF_DOCUMENTS };
 
 typedef struct split {
     int tp, cp, dp;
@@ -65,7 +66,7 @@ typedef struct model {
     int32_t ids[TOKENS], targets[TOKENS], places[TOKENS], types[TOKENS], memory_ids[TOKENS]; /* of this rank */
 } model;
 
-static int is_gpt(const split *s) { return s->model == GPT2 || s->model == LLAMA; }
+static int is_gpt(const split *s) { return s->model == GPT2 || s->model == LLAMA || s->model == OF_DOCUMENTS; }
 static int has_memory(const split *s) { return s->model == MEMORY_IN_PARTS || s->model == WHOLE_MEMORY; }
 
 static mt_context_parallel_desc context_of(const split *s) {
@@ -153,6 +154,7 @@ static mt_status gpt_create(model *m) {
         d.layer.kv_heads = 2, d.layer.scores.rotary_base = 100.0f, d.layer.no_bias = d.untied_head = 1;
         d.layer.norm.kind = MT_RMS_NORM, d.layer.activation = MT_SWIGLU, d.layer.qkv_layout = MT_QKV_SEPARATE;
     }
+    if (m->s->model == OF_DOCUMENTS) d.layer.scores.alibi = 1, d.layer.scores.window = 7, d.layer.scores.softcap = 2.0f;
     MT_TRY(mt_gpt_create(m->r.ctx, m->r.params, &d, &m->gpt));
     return mt_gpt_saved_create(m->r.ctx, &m->gpt, &m->gpt_saved);
 }
@@ -257,17 +259,44 @@ static mt_status mean_loss(model *m, mt_tensor losses, float total, float *loss)
     return MT_SUCCESS;
 }
 
+/* Packed documents, and a bias of each head. */
+static mt_status pack(model *m, mt_batch *batch) {
+    static const int32_t all[] = {0, 5, 17, 30, 40, TOKENS}, first[] = {0, 5, 17, 30, TOKENS / 2},
+                         second[] = {0, 8, TOKENS / 2};
+    const int n = sizeof m->s->out->bias / sizeof(float);
+    float *bias = test_floats(&m->r, n, 0), *grad = test_floats(&m->r, n, 0);
+    for (int i = 0; i < n; i++) bias[i] = (float)(i * 7 % 11) / 5 - 1;
+    batch->cu_seqlens = m->s->dp == 1 ? all : batch->first_sequence == 0 ? first : second;
+    batch->documents = m->s->dp == 1 ? 5 : batch->first_sequence == 0 ? 4 : 2;
+    batch->bias.value = mt_tensor_f32(bias, 4 * SEQ, SEQ);
+    batch->bias.grad = mt_tensor_f32(grad, 4 * SEQ, SEQ);
+    batch->bias.heads = 4;
+    return MT_SUCCESS;
+}
+
+/* The gradient of the bias is the sum of what all ranks have. */
+static mt_status keep_bias(model *m, mt_tensor grad) {
+    const size_t n = (size_t)(grad.rows * grad.cols);
+    MT_TRY(mt_all_reduce(m->r.ctx, m->r.grid.tp, grad.data, grad.data, n, MT_F32, MT_SUM));
+    MT_TRY(mt_all_reduce(m->r.ctx, m->r.grid.dp_cp, grad.data, grad.data, n, MT_F32, MT_SUM));
+    if (mt_comm_rank(m->r.world) == 0 && m->s->out->norm[0] == 0 /* the first step */)
+        memcpy(m->s->out->bias, grad.data, sizeof m->s->out->bias);
+    return MT_SUCCESS;
+}
+
 static mt_status gpt_forward_backward(model *m, float *loss) {
     static const int32_t documents[] = {0, 5, 17, 30, 2 * SEQ}; /* of a micro-batch */
     mt_batch batch = batch_of(m);
     mt_tensor losses;
     float total;
     if (m->s->invariant) batch.cu_seqlens = documents, batch.documents = 4;
+    else if (m->s->model == OF_DOCUMENTS) MT_TRY(pack(m, &batch));
     MT_TRY(mt_arena_tensor(m->r.ctx, MT_F32, 1, m->tokens, &losses));
     MT_TRY(counted(m, &total));
     MT_TRY(mt_gpt_forward(m->r.ctx, &m->gpt, &batch, m->ids, m->targets, losses, &m->gpt_saved));
     MT_TRY(mean_loss(m, losses, total, loss));
-    return mt_gpt_backward(m->r.ctx, &m->gpt, 1.0f / total, &m->gpt_saved);
+    MT_TRY(mt_gpt_backward(m->r.ctx, &m->gpt, 1.0f / total, &m->gpt_saved));
+    return batch.bias.grad.data ? keep_bias(m, batch.bias.grad) : MT_SUCCESS;
 }
 
 /* The losses of the tokens that count, and of the sequences. */
@@ -547,6 +576,7 @@ static void check_split(split s, const found *serial) {
     assert_near(&s, "loss", got.loss, serial->loss, STEPS, 1e-6);
     assert_near(&s, "norm", got.norm, serial->norm, STEPS, 5e-6);
     assert_near(&s, "gradient", got.grads, serial->grads, serial->count, 5e-6);
+    assert_near(&s, "gradient of the bias", got.bias, serial->bias, 4 * SEQ * SEQ, 5e-6);
     for (int i = 0; i < 2 && s.model >= GPT2;
          i++) /* after 3 steps of Adam, which divides small gradients by small ones */
         assert_near(&s, "logit", got.last[i], serial->last[s.model == BERT ? i : 0], SEQUENCES * VOCAB, 1e-4);
@@ -612,6 +642,11 @@ static void test_gpt_on_every_split(void **state) {
     (void)state;
     every_split(GPT2);
     every_split(LLAMA);
+}
+
+static void test_packed_documents_on_every_split(void **state) {
+    (void)state;
+    every_split(OF_DOCUMENTS);
 }
 
 static void test_bert_on_every_split(void **state) {
@@ -1281,6 +1316,7 @@ int main(void) {
         cmocka_unit_test(test_attention_layers_on_every_split),
         cmocka_unit_test(test_gpt_on_every_split),
         cmocka_unit_test(test_attention_on_every_split),
+        cmocka_unit_test(test_packed_documents_on_every_split),
         cmocka_unit_test(test_bert_on_every_split),
         cmocka_unit_test(test_cross_attention_on_every_split),
         cmocka_unit_test(test_same_bits_on_every_split),
