@@ -576,6 +576,9 @@ static void test_bad_flags(void **state) {
     expect_error(MODEL "--data " TEXT_BIN " --seq 12 --cp 4",
                  "--seq 12 is not a multiple of 8: each of --cp 4 ranks has 2 parts");
     expect_error(MODEL "--data " TEXT_BIN " --cp 0", "--cp 0: expected a whole number from 1 to 1024");
+    expect_error(MODEL "--data " TEXT_BIN " --seq 10 --cp 3",
+                 "--seq 10 is not a multiple of 6: each of --cp 3 ranks has 2 parts");
+    expect_error(MODEL "--data " TEXT_BIN " --cp 2 --tp 64 --pp 16", "are more than 1024 ranks");
     expect_error(MODEL "--data " TEXT_BIN " --tp 64 --dp 64", "are more than 1024 ranks");
     expect_error(MODEL "--data " TEXT_BIN " --tp 5", "cannot be split over 5 tensor ranks");
     expect_error(MODEL "--data " TEXT_BIN " --pp 3", "3");

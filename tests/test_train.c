@@ -1023,6 +1023,15 @@ static void expect_one_sentence(const char *sentence) {
     assert_null(strstr(text, "step     1/6"));
 }
 
+/* The log has the last three of six steps. */
+static void expect_rest(const char *log, const double *whole) {
+    double rest[8];
+    assert_int_equal(read_losses(log, 4, rest), 3);
+    for (int i = 0; i < 3; i++)
+        if (!(fabs(rest[i] - whole[3 + i]) <= 1e-5 * whole[3 + i]))
+            fail_msg("step %d: loss %.9g, must be %.9g", 4 + i, rest[i], whole[3 + i]);
+}
+
 /* A run that is stopped after three of six steps continues with the other three, on another split. */
 static void test_checkpoints(void **state) {
     double whole[8], rest[8], again[8];
@@ -1057,12 +1066,41 @@ static void test_checkpoints(void **state) {
     refuse_six_steps(words, "whole.csv/.lock: cannot open it: Not a directory");
     print_to(words, sizeof words, "--checkpoint %s --resume --tp 1 --dp 4 --log %s", c, in_scratch("rest.csv"));
     run_six_steps(words);
-    assert_int_equal(read_losses("rest.csv", 4, rest), 3);
-    for (int i = 0; i < 3; i++)
-        if (!(fabs(rest[i] - whole[3 + i]) <= 1e-5 * whole[3 + i]))
-            fail_msg("step %d: loss %.9g, must be %.9g", 4 + i, rest[i], whole[3 + i]);
+    expect_rest("rest.csv", whole);
     run_six_steps(words); /* no step is left, and nothing is saved again */
     assert_int_equal(read_losses("rest.csv", 4, rest), 3);
+    forget("checkpoints");
+}
+
+/* A checkpoint of context ranks goes on with another number of them, and without any. */
+static void test_checkpoints_of_context_ranks(void **state) {
+    static const char *const splits[] = {"--tp 1 --cp 4", "--tp 2 --sequence-parallel", "--tp 1 --cp 2 --pp 2"};
+    double whole[8], one[2], many[2];
+    char words[WORDS], c[SCRATCH_PATH];
+    (void)state;
+    write_text();
+    print_to(c, sizeof c, "%s", in_scratch("checkpoints"));
+    print_to(words, sizeof words,
+             "--tp 1 --cp 2 --dp 2 --use-distributed-optimizer --checkpoint %s --save-interval 3 --log %s", c,
+             in_scratch("whole.csv"));
+    run_six_steps(words);
+    assert_int_equal(read_losses("whole.csv", 1, whole), 6);
+    for (size_t i = 0; i < COUNT(splits); i++) {
+        forget("checkpoints/step-00000006");
+        print_to(words, sizeof words, "%s --checkpoint %s --resume --log %s", splits[i], c, in_scratch("rest.csv"));
+        run_six_steps(words);
+        expect_rest("rest.csv", whole);
+        remove(in_scratch("rest.csv"));
+    }
+    print_to(words, sizeof words, "--tp 1 --init-from %s --steps 1 --log %s", c, in_scratch("one.csv"));
+    run_six_steps(words);
+    print_to(words, sizeof words, "--tp 1 --cp 2 --init-from %s --steps 1 --log %s", c, in_scratch("many.csv"));
+    run_six_steps(words);
+    assert_int_equal(read_losses("one.csv", 1, one), 1);
+    assert_int_equal(read_losses("many.csv", 1, many), 1);
+    assert_true(one[0] < whole[2] && fabs(many[0] - one[0]) <= 1e-5 * one[0]);
+    remove(in_scratch("one.csv"));
+    remove(in_scratch("many.csv"));
     forget("checkpoints");
 }
 
@@ -1908,6 +1946,7 @@ int main(void) {
         cmocka_unit_test(test_refusal_keeps_the_log),
         cmocka_unit_test(test_log_of_another_run),
         cmocka_unit_test(test_checkpoints),
+        cmocka_unit_test(test_checkpoints_of_context_ranks),
         cmocka_unit_test(test_stuck_rank_ends_the_process),
         cmocka_unit_test(test_resuming_something_else),
         cmocka_unit_test(test_logs_go_on),

@@ -286,6 +286,9 @@ static void test_any_split(void **state) {
                                       "--tp 4 --dp 2 --sequence-parallel",
                                       "--tp 1 --dp 2 --use-distributed-optimizer",
                                       "--tp 2 --pp 2 --micro-batch 1",
+                                      "--tp 2 --cp 2 --sequence-parallel --cp-comm-type a2a",
+                                      "--tp 1 --cp 2 --pp 2 --micro-batch 1",
+                                      "--tp 1 --cp 4",
                                       "--tp 1 --micro-batch 2",
                                       "--tp 2 --recompute full",
                                       "--tp 2 --sequence-parallel"};
@@ -293,7 +296,7 @@ static void test_any_split(void **state) {
                                        "--tp 4", "--tp 1 --dp 4", "--tp 2 --sequence-parallel --dp 2"};
     (void)state;
     write_text();
-    compare_splits("", pre, test_all() ? 7 : 4);
+    compare_splits("", pre, test_all() ? 10 : 6);
     compare_splits("--placement post-ln", post, test_all() ? 4 : 1);
 }
 
@@ -551,6 +554,9 @@ static void test_absurd_flags(void **state) {
         {"--seq 7", "--seq 7: expected a whole number from 8"},
         {"--seq 9 --tp 2 --sequence-parallel", "--seq 9 is not a multiple of --tp 2"},
         {"--batch 5 --dp 2", "--batch 5 is not a multiple of --dp 2"},
+        {"--cp 0", "--cp 0: expected a whole number from 1 to 1024"},
+        {"--cp 3", "--seq 128 is not a multiple of 6: each of --cp 3 ranks has 2 parts"},
+        {"--cp 8 --tp 16 --pp 16 --layers 16", "--tp 16 x --cp 8 x --dp 1 x --pp 16 are more than 1024 ranks"},
         {"--heads 5 --tp 1", "hidden is 128, must be a multiple of heads 5"},
         {"--resume", "train_bert: --resume needs --checkpoint DIR"},
         {"--cuda-graph", "cuda-graph"},
