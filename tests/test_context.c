@@ -1087,25 +1087,37 @@ static void test_tokens_of_a_rank(void **state) {
     assert_int_equal(mt_context_parallel_token(NULL, 0, INT32_MAX, 1, INT64_MAX, 0), -1);
 }
 
-/* Context rank 2 leaves after a call. */
+/* Context rank 2 leaves, after a call of the others, or after the first step of its ring. */
+typedef struct leaver {
+    mt_cp_comm_type type;
+    int in_ring;
+} leaver;
+
 static mt_status leaving_rank(mt_comm *world, void *user) {
-    const mt_context_parallel_desc how = {.comm_type = *(const mt_cp_comm_type *)user};
+    const leaver *l = (const leaver *)user;
+    const mt_context_parallel_desc how = {.comm_type = l->type};
     const mt_context_desc where = {.arena_bytes = 1 << 20};
     const mt_attention_desc s = {.batch = 1, .seq = 16, .groups = 4, .heads_per_group = 1, .head_dim = 4};
-    mt_tensor q, k, v, out;
-    mt_arena_request rooms[] = {{&q, MT_F32, 4, 16}, {&k, MT_F32, 4, 16}, {&v, MT_F32, 4, 16}, {&out, MT_F32, 4, 16}};
+    mt_tensor q, k, v, out, kv;
+    mt_arena_request rooms[] = {
+        {&q, MT_F32, 4, 16}, {&k, MT_F32, 4, 16}, {&v, MT_F32, 4, 16}, {&out, MT_F32, 4, 16}, {&kv, MT_F32, 16, 16}};
     mt_status status;
     test_rank r;
     MT_TRY(test_rank_open(world, (mt_grid_desc){.cp = 4}, &where, &r));
-    MT_TRY(mt_arena_tensors(r.ctx, rooms, 4));
+    MT_TRY(mt_arena_tensors(r.ctx, rooms, 5));
     MT_TRY(mt_fill(r.ctx, q, 0.5f));
     MT_TRY(mt_fill(r.ctx, k, 0.5f));
     MT_TRY(mt_fill(r.ctx, v, 0.5f));
     MT_TRY(mt_context_parallel_attention_forward(r.ctx, r.grid.cp, &how, &s, q, k, v, out, mt_none()));
+    MT_TRY(mt_barrier(r.ctx, r.grid.cp)); /* no rank is in the first call any more when one leaves */
     if (r.grid.cp_rank != 2) {
         status = mt_context_parallel_attention_forward(r.ctx, r.grid.cp, &how, &s, q, k, v, out, mt_none());
         CHECK(status == MT_ERR_PEER);
         CHECK(strstr(mt_last_error(r.ctx), "on \"context\" (4 ranks): rank "));
+        CHECK(!l->in_ring || r.grid.cp_rank != 3 || strstr(mt_last_error(r.ctx), "rank 2 has left"));
+    } else if (l->in_ring) { /* the keys and values of its 4 tokens */
+        MT_TRY(mt_fill(r.ctx, kv, 0.5f));
+        MT_TRY(mt_send_recv(r.ctx, r.grid.cp, kv.data, 128, 3, (float *)kv.data + 128, 128, 1, MT_F32));
     }
     test_rank_close(&r);
     return MT_SUCCESS;
@@ -1114,9 +1126,10 @@ static mt_status leaving_rank(mt_comm *world, void *user) {
 static void test_a_rank_leaves(void **state) {
     (void)state;
     for (int type = MT_CP_P2P; type <= MT_CP_A2A; type++) {
-        mt_cp_comm_type how = (mt_cp_comm_type)type;
-        test_launch(4, leaving_rank, &how);
+        leaver l = {(mt_cp_comm_type)type, 0};
+        test_launch(4, leaving_rank, &l);
     }
+    test_launch(4, leaving_rank, &(leaver){MT_CP_P2P, 1});
 }
 
 /* A call of attention that one of `ranks` context ranks refuses. */
