@@ -226,16 +226,18 @@ static void test_mismatch_sentence(void **state) {
 
 /* ---- ranks that do not come -------------------------------------------------------------------------------------- */
 
-enum { NEVER, LATE, RETURNS, FAILS, RETURNS_LEAVING_SUBGROUP, DESTROYS, FAILS_ITS_ARGUMENTS };
+enum { NEVER, LATE, RETURNS, FAILS, RETURNS_LEAVING_SUBGROUP, DESTROYS, FAILS_ITS_ARGUMENTS, NEVER_EXCHANGES };
 
 /* Rank 2 of 3 does not take part in the second call, which is on `group`. */
 static mt_status absent_call(fault *f, mt_context *ctx, mt_comm *group, mt_comm **sub, int rank) {
-    float x[4] = {1, 2, 3, 4};
+    static const size_t one[3] = {1, 1, 1};
+    float x[4] = {1, 2, 3, 4}, y[4];
     double start = mti_now();
     mt_status status;
     if (rank == 2) {
         switch (f->kind) {
-        case NEVER: outlast(f, 2); return MT_SUCCESS;
+        case NEVER:
+        case NEVER_EXCHANGES: outlast(f, 2); return MT_SUCCESS;
         case LATE: outlast(f, 2); break;
         case RETURNS:
         case RETURNS_LEAVING_SUBGROUP: return MT_SUCCESS;
@@ -248,7 +250,8 @@ static mt_status absent_call(fault *f, mt_context *ctx, mt_comm *group, mt_comm 
         default: return mt_all_reduce(ctx, group, x, x, 4, MT_F32, (mt_op)42);
         }
     }
-    status = mt_all_reduce(ctx, group, x, x, 4, MT_F32, MT_SUM);
+    if (f->kind == NEVER_EXCHANGES) status = mt_all_to_all_v(ctx, group, x, one, y, one, MT_F32);
+    else status = mt_all_reduce(ctx, group, x, x, 4, MT_F32, MT_SUM);
     note(f, ctx, group, status, start);
     CHECK(x[0] == 1 && x[3] == 4);
     return status;
@@ -280,22 +283,26 @@ static double wait_for_rank_2(fault *f, int kind) {
     return timeout;
 }
 
-static void test_never_comes(void **state) {
+/* call: what the other ranks call meanwhile */
+static void never_comes(int kind, const char *call) {
     char said[TEXT];
     fault f;
-    double timeout = wait_for_rank_2(&f, NEVER);
+    double timeout = wait_for_rank_2(&f, kind);
     int r;
-    (void)state;
-    snprintf(said, sizeof said,
-             "all_reduce(count 4, f32, sum) on \"world\" (3 ranks): waited %.2f s for rank 2, whose last call here was "
-             "barrier",
-             timeout);
+    snprintf(said, sizeof said, "%s on \"world\" (3 ranks): waited %.2f s for rank 2, whose last call here was barrier",
+             call, timeout);
     for (r = 0; r < 2; r++) {
         assert_int_equal(f.status[r], MT_ERR_TIMEOUT);
         assert_string_equal(f.text[r], said);
     }
     /* the one that has waited so long tells the other, which may have begun to wait later */
     assert_true(f.seconds[0] > 0.99 * timeout || f.seconds[1] > 0.99 * timeout);
+}
+
+static void test_never_comes(void **state) {
+    (void)state;
+    never_comes(NEVER, "all_reduce(count 4, f32, sum)");
+    never_comes(NEVER_EXCHANGES, "all_to_all_v(f32)");
 }
 
 static void test_comes_late(void **state) {
