@@ -2286,16 +2286,24 @@ typedef struct cp_tensors {
     mt_tensor q, k, v, out, lse, dout, dq, dk, dv;
 } cp_tensors;
 
-static mt_status cp_new(mt_context *ctx, int64_t tokens, cp_tensors *t) {
+/* The kind of communication, of which odd ones have a zigzag; the type; and the scores: with dropout, of documents with
+   a window, or with ALiBi, a soft cap and padding. */
+typedef struct cp_case {
+    int way;
+    mt_dtype dtype;
+    int scores;
+} cp_case;
+
+static mt_status cp_new(mt_context *ctx, mt_dtype dtype, int64_t tokens, cp_tensors *t) {
     const int64_t width = CP_GROUPS * CP_MEMBERS * CP_DIM, keys = CP_GROUPS * CP_DIM;
-    mt_arena_request memory[] = {{&t->q, MT_BF16, tokens, width},
-                                 {&t->k, MT_BF16, tokens, keys},
-                                 {&t->v, MT_BF16, tokens, keys},
-                                 {&t->out, MT_BF16, tokens, width},
-                                 {&t->dout, MT_BF16, tokens, width},
-                                 {&t->dq, MT_BF16, tokens, width},
-                                 {&t->dk, MT_BF16, tokens, keys},
-                                 {&t->dv, MT_BF16, tokens, keys},
+    mt_arena_request memory[] = {{&t->q, dtype, tokens, width},
+                                 {&t->k, dtype, tokens, keys},
+                                 {&t->v, dtype, tokens, keys},
+                                 {&t->out, dtype, tokens, width},
+                                 {&t->dout, dtype, tokens, width},
+                                 {&t->dq, dtype, tokens, width},
+                                 {&t->dk, dtype, tokens, keys},
+                                 {&t->dv, dtype, tokens, keys},
                                  {&t->lse, MT_F32, CP_GROUPS * CP_MEMBERS, tokens}};
     return mt_arena_tensors(ctx, memory, 9);
 }
@@ -2334,18 +2342,43 @@ static mt_status cp_near(mt_context *ctx, mt_comm *comm, int halves, const char 
     return MT_ERR_DATA;
 }
 
+static mt_status cp_upload(mt_context *ctx, mt_dtype dtype, int64_t n, const void *x, const void **out) {
+    mt_tensor t;
+    MT_TRY(mt_arena_tensor(ctx, dtype, 1, n, &t));
+    *out = t.data;
+    return mt_upload(ctx, x, t);
+}
+
+static mt_status cp_scores(mt_context *ctx, int scores, mt_attention_desc *s) {
+    const int32_t tokens = (int32_t)(s->batch * s->seq), documents[] = {0, 21, 50, tokens};
+    const int32_t lengths[CP_BATCH] = {(int32_t)s->seq, (int32_t)s->seq - 11};
+    float slopes[CP_GROUPS * CP_MEMBERS];
+    if (scores == 0) s->dropout.p = 0.25f, s->dropout.at.global_cols = CP_GROUPS * CP_MEMBERS;
+    if (scores == 1) {
+        s->scores.window = 20;
+        s->documents = 3;
+        return cp_upload(ctx, MT_I32, 4, documents, (const void **)&s->cu_seqlens);
+    }
+    if (scores != 2) return MT_SUCCESS;
+    s->scores.alibi = 1, s->scores.softcap = 3.0f;
+    for (int i = 0; i < CP_GROUPS * CP_MEMBERS; i++) slopes[i] = 0.5f / (float)(1 + i);
+    MT_TRY(cp_upload(ctx, MT_F32, CP_GROUPS * CP_MEMBERS, slopes, (const void **)&s->scores.alibi_slopes));
+    return cp_upload(ctx, MT_I32, CP_BATCH, lengths, (const void **)&s->lengths);
+}
+
 static mt_status cp_attention(job *j, mt_context *ctx, mt_comm *comm) {
-    const int way = *(const int *)j->result, halves = 1 + way % 2;
-    const mt_context_parallel_desc how = {(mt_cp_comm_type)(MT_CP_P2P + way / 2), halves == 1, 0, 0};
+    const cp_case *c = (const cp_case *)j->result;
+    const int halves = 1 + c->way % 2;
+    const mt_context_parallel_desc how = {(mt_cp_comm_type)(MT_CP_P2P + c->way / 2), halves == 1, 0, 0};
     const int64_t seq = 2 * CP_CHUNK * j->ranks;
     cp_tensors all, own;
     mt_attention_desc s;
     mt_tensor f;
     memset(&s, 0, sizeof s);
     s.batch = CP_BATCH, s.seq = seq, s.groups = CP_GROUPS, s.heads_per_group = CP_MEMBERS, s.head_dim = CP_DIM;
-    s.dropout.p = 0.25f, s.dropout.at.global_cols = CP_GROUPS * CP_MEMBERS;
-    MT_TRY(cp_new(ctx, CP_BATCH * seq, &all));
-    MT_TRY(cp_new(ctx, CP_BATCH * seq / j->ranks, &own));
+    MT_TRY(cp_scores(ctx, c->scores, &s));
+    MT_TRY(cp_new(ctx, c->dtype, CP_BATCH * seq, &all));
+    MT_TRY(cp_new(ctx, c->dtype, CP_BATCH * seq / j->ranks, &own));
     mt_tensor *const given[] = {&all.q, &all.k, &all.v, &all.dout}, *const mine[] = {&own.q, &own.k, &own.v, &own.dout};
     for (int i = 0; i < 4; i++) {
         mt_random at = {};
@@ -2367,21 +2400,36 @@ static mt_status cp_attention(job *j, mt_context *ctx, mt_comm *comm) {
     return cp_near(ctx, comm, halves, "dv", all.dv, own.dv);
 }
 
+static void attend_over_context(way how, int ranks, cp_case c) {
+    job j = job_make(how, ranks, cp_attention);
+    j.where.arena_bytes = 1 << 24;
+    j.result = &c;
+    job_run(&j);
+}
+
 static void test_attention_over_context_ranks(void **state) {
     (void)state;
     need_gpus(2);
     for (int way = 0; way < 6; way++)
         for (int ranks = 2; ranks <= (way % 2 ? 4 : 2) && has_gpus(ranks); ranks += 2) {
-            job j = job_make(FOR_DEVICE, ranks, cp_attention);
-            j.where.arena_bytes = 1 << 24;
-            j.result = &way;
-            job_run(&j);
+            static const mt_dtype dtypes[] = {MT_BF16, MT_F16, MT_F32};
+            cp_case c = {way, dtypes[(way + ranks / 4) % 3], (way / 2 + ranks / 2) % 3};
+            attend_over_context(FOR_DEVICE, ranks, c);
         }
+}
+
+static void test_attention_over_context_ranks_on_one_gpu(void **state) {
+    (void)state;
+    for (int way = 0; way < 6; way++) {
+        cp_case c = {way, way % 2 ? MT_F16 : MT_BF16, way % 3};
+        attend_over_context(ON_ONE_GPU, 2, c);
+    }
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_attention_over_context_ranks),
+        cmocka_unit_test(test_attention_over_context_ranks_on_one_gpu),
         cmocka_unit_test(test_collectives),
         cmocka_unit_test(test_collectives_in_invariant_mode),
         cmocka_unit_test(test_collectives_on_one_gpu),
