@@ -710,6 +710,48 @@ static void test_dry_run_on_a_machine(void **state) {
     forget("machine");
 }
 
+/* The dry run of 4 context ranks, with slow products or with slow links. Reads the times of the ring, of all-gather and
+   of all-to-all. Returns the number of the fastest, as the program says. */
+static int fastest_way(const char *flops, const char *link, double seconds[3]) {
+    static const char *const names[] = {"p2p ", "allgather ", "a2a "};
+    char words[WORDS], text[8192], machine[512];
+    const char *line, *at;
+    int fastest = -1;
+    print_to(machine, sizeof machine,
+             "name made up\ngemm f32 * * * %s\nattention * f32 %s\nmemory * * 1e12\noperator 1e-6\nnode 8\n"
+             "link %s 1e-6\nnetwork %s 1e-6\noverlap 1\ncapacity 1e12\n",
+             flops, flops, link, link);
+    write_bytes("machine", machine, strlen(machine));
+    print_to(
+        words, sizeof words,
+        "--data megatron.h --layers 2 --hidden 64 --heads 8 --seq 512 --batch 1 --tp 1 --cp 4 --dry-run --machine %s",
+        in_scratch("machine"));
+    expect_success(words);
+    read_text("out", text, sizeof text);
+    line = strstr(text, "\n--cp-comm-type: ");
+    assert_non_null(line);
+    for (int i = 0; i < 3; i++) {
+        char said[64];
+        at = strstr(line, names[i]);
+        assert_non_null(at);
+        assert_int_equal(sscanf(at + strlen(names[i]), "%lf s", &seconds[i]), 1);
+        print_to(said, sizeof said, "%.*s", (int)strcspn(at, ",\n"), at);
+        if (strstr(said, "(the fastest)")) fastest = i;
+    }
+    forget("machine");
+    return fastest;
+}
+
+/* A ring is hidden behind long products. Over slow links the way that sends least is the fastest. */
+static void test_fastest_way_of_context_ranks(void **state) {
+    double seconds[3];
+    (void)state;
+    assert_int_equal(fastest_way("1e9", "1e9", seconds), 0);
+    assert_true(seconds[0] < seconds[1] && seconds[0] < seconds[2]);
+    assert_int_equal(fastest_way("1e13", "1e7", seconds), 2);
+    assert_true(seconds[2] < seconds[0] && seconds[2] < seconds[1] && seconds[0] != seconds[1]);
+}
+
 /* The dry run lists each stage. The embedding and its copy count as one parameter of the model. */
 static void test_dry_run_of_a_pipeline(void **state) {
     static const char *const model =
@@ -1924,6 +1966,7 @@ int main(void) {
         cmocka_unit_test(test_utilization_of_a_plan),
         cmocka_unit_test(test_dry_run_on_a_machine),
         cmocka_unit_test(test_dry_run_on_no_machine),
+        cmocka_unit_test(test_fastest_way_of_context_ranks),
         cmocka_unit_test(test_dry_run_of_a_pipeline),
         cmocka_unit_test(test_sampling),
         cmocka_unit_test(test_token_file),
