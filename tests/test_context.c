@@ -1275,9 +1275,42 @@ static void test_ranks_with_another_layout(void **state) {
     for (int invariant = 0; invariant < 2; invariant++) test_launch(2, other_layout_rank, &invariant);
 }
 
-/* ---- memory ------------------------------------------------------------------------------------------------------ */
+/* ---- bytes that are sent, and memory ----------------------------------------------------------------------------- */
 
 enum { LONGER = 1024, WIDE = 128 };
+
+/* What a rank sends to others in forward, by the table of docs/context.md: K are the bytes of the keys and values of
+   all tokens, Q those of the queries. */
+static void test_bytes_that_are_sent(void **state) {
+    (void)state;
+    for (int n = 2; n <= 8; n *= 2)
+        for (int way = MT_CP_P2P; way <= MT_CP_A2A; way++) {
+            const mt_context_desc where = {.device = MT_DEVICE_META};
+            const mt_context_parallel_desc how = {.comm_type = (mt_cp_comm_type)way};
+            const mt_attention_desc d = {.batch = 2, .seq = 64, .groups = 8, .heads_per_group = 2, .head_dim = 4};
+            const double tokens = 2 * 64, k = tokens * 2 * 8 * 4 * 4, q = tokens * 16 * 4 * 4, others = (n - 1.0) / n;
+            const int64_t rows = 2 * 64 / n;
+            double sent, formula = way == MT_CP_A2A ? others * (k + 2 * q) / n : others * k;
+            mt_tensor views[4];
+            mt_arena_request rooms[] = {{&views[0], MT_F32, rows, 64},
+                                        {&views[1], MT_F32, rows, 32},
+                                        {&views[2], MT_F32, rows, 32},
+                                        {&views[3], MT_F32, rows, 64}};
+            mt_ledger ledger;
+            test_rank r;
+            test_paper_rank(n, 0, (mt_grid_desc){.cp = n}, &where, &r);
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, rooms, 4));
+            ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                          mt_context_parallel_attention_forward(r.ctx, r.grid.cp, &how, &d, views[0], views[1],
+                                                                views[2], views[3], mt_none()));
+            ledger = mt_comm_ledger(r.grid.cp);
+            /* all_gather and all_to_all count the part that stays, too */
+            sent = (double)ledger.bytes[MT_SEND] +
+                   others * (double)(ledger.bytes[MT_ALL_GATHER] + ledger.bytes[MT_ALL_TO_ALL]);
+            if (sent != formula) fail_msg("%d ranks, way %d: sends %.0f bytes, not %.0f", n, way, sent, formula);
+            test_paper_rank_close(&r);
+        }
+}
 
 /* The bytes of the arena that a layer keeps for backward, with its input. */
 static double kept_by_a_layer(mt_grid_desc shape, mt_cp_comm_type way) {
@@ -1339,6 +1372,7 @@ int main(void) {
         cmocka_unit_test(test_tokens_of_a_rank),
         cmocka_unit_test(test_rows_of_virtual_ranks),
         cmocka_unit_test(test_ranks_with_another_layout),
+        cmocka_unit_test(test_bytes_that_are_sent),
         cmocka_unit_test(test_memory_is_divided),
         cmocka_unit_test(test_a_rank_leaves),
         cmocka_unit_test(test_refusals),
