@@ -86,6 +86,9 @@ static inline uint64_t test_seed(uint64_t otherwise) {
 
 static inline size_t test_below(uint64_t *state, size_t n) { return (size_t)(test_random(state) % n); }
 
+/* The larger of two numbers, and NaN if one of them is NaN: fmax would leave it out. */
+static inline double test_larger(double a, double b) { return a == a && !(b <= a) ? b : a; }
+
 /* Returns a number in (-1, 1) with a full mantissa, so that the order of additions changes the bits of a sum. */
 static inline float test_float(uint64_t *state) {
     return (float)((double)(int64_t)test_random(state) / 9223372036854775808.0);

@@ -795,7 +795,7 @@ static inline void gpt_assert_near(const gpt_run *r, const gpt_result *want, con
         norm = fmax(norm, (double)want->norm[i]);
         allowed = e * (0.12 + 2 * gained) + 6 * (double)gpt_lr(r) * sqrt(e / 3.14159 * i) * norm;
         off = fabs((double)got->loss[i] - loss);
-        worst = fmax(worst, off / allowed);
+        worst = test_larger(worst, off / allowed);
         if (!(off <= allowed))
             fail_msg("%s: step %d: loss %.9g, must be %.9g, to %.3g", gpt_name(r), i, (double)got->loss[i], loss,
                      allowed);

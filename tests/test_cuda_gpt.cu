@@ -25,7 +25,8 @@ static void assert_near(const gpt_run *r, const gpt_result *a, const gpt_result 
             fail_msg("%s: step %d: norm %.9g, on the CPU %.9g", gpt_name(r), i, (double)b->norm[i], (double)a->norm[i]);
     }
     assert_int_equal(a->count, b->count);
-    for (int64_t i = 0; i < a->count; i++) worst = fmax(worst, fabs((double)a->weights[i] - (double)b->weights[i]));
+    for (int64_t i = 0; i < a->count; i++)
+        worst = test_larger(worst, fabs((double)a->weights[i] - (double)b->weights[i]));
     if (!(worst <= 2e-3)) fail_msg("%s: a weight is off by %g", gpt_name(r), worst);
 }
 

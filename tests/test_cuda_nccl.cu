@@ -2327,7 +2327,8 @@ static mt_status cp_rows(mt_context *ctx, mt_comm *comm, int halves, mt_tensor w
 static mt_status cp_near(mt_context *ctx, mt_comm *comm, int halves, const char *what, mt_tensor whole, mt_tensor own) {
     const int64_t n = own.rows * own.cols;
     mt_tensor want, as[2];
-    float *x = (float *)malloc((size_t)(2 * n) * sizeof *x), most = 0, off = 0;
+    float *x = (float *)malloc((size_t)(2 * n) * sizeof *x);
+    double most = 0, off = 0;
     MT_TRY(mt_arena_tensor(ctx, own.dtype, own.rows, own.cols, &want));
     MT_TRY(cp_rows(ctx, comm, halves, whole, want));
     for (int i = 0; i < 2; i++) {
@@ -2335,10 +2336,13 @@ static mt_status cp_near(mt_context *ctx, mt_comm *comm, int halves, const char 
         MT_TRY(mt_convert(ctx, i ? want : own, as[i]));
         MT_TRY(mt_download(ctx, as[i], x + i * n));
     }
-    for (int64_t i = 0; i < n; i++) most = fmaxf(most, fabsf(x[n + i])), off = fmaxf(off, fabsf(x[n + i] - x[i]));
+    for (int64_t i = 0; i < n; i++) {
+        most = test_larger(most, fabsf(x[n + i]));
+        off = test_larger(off, fabsf(x[n + i] - x[i]));
+    }
     free(x);
-    if (off <= 0.02f * most) return MT_SUCCESS;
-    fprintf(stderr, "%s is off by %g, the largest element is %g\n", what, (double)off, (double)most);
+    if (off <= 0.02 * most) return MT_SUCCESS;
+    fprintf(stderr, "%s is off by %g, the largest element is %g\n", what, off, most);
     return MT_ERR_DATA;
 }
 

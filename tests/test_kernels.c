@@ -412,9 +412,9 @@ static void test_tanh(void **state) {
     for (i = 0; i < n; i++) {
         double want = tanh((double)x[i]), want_slope = 1 / cosh((double)x[i]) / cosh((double)x[i]);
         if (!(fabsf(x[i]) > 0)) continue;
-        worst = fmax(worst, fabs((double)value[i] / want - 1));
+        worst = test_larger(worst, fabs((double)value[i] / want - 1));
         assert_true(fabsf(value[i]) <= 1 && slope[i] >= 0);
-        if (want_slope > 1e-37) worst_slope = fmax(worst_slope, fabs((double)slope[i] / want_slope - 1));
+        if (want_slope > 1e-37) worst_slope = test_larger(worst_slope, fabs((double)slope[i] / want_slope - 1));
         else assert_true(slope[i] <= 1.1e-37f);
     }
     if (!(worst <= 1.6e-7 && worst_slope <= 3.2e-7))
@@ -434,10 +434,10 @@ static void test_exp_and_normal(void **state) {
         float y = (float)i * 8.7e-5f, x = (float)i * 1.29e-5f;
         double want = 0.5 * erfc(-(double)x / sqrt(2.0)),
                error = fabs((double)mti_normal_cdf(x, mti_exp(-0.5f * x * x)) - want);
-        worst_exp = fmax(worst_exp, fabs((double)mti_exp(y) / exp((double)y) - 1));
-        worst_exp = fmax(worst_exp, fabs((double)mti_exp_to_88(y, mti_unknown(-88.0f)) / exp((double)y) - 1));
-        worst = fmax(worst, error);
-        if (x < 0) worst_left = fmax(worst_left, error / want / (1 + (double)x * (double)x * 0.15));
+        worst_exp = test_larger(worst_exp, fabs((double)mti_exp(y) / exp((double)y) - 1));
+        worst_exp = test_larger(worst_exp, fabs((double)mti_exp_to_88(y, mti_unknown(-88.0f)) / exp((double)y) - 1));
+        worst = test_larger(worst, error);
+        if (x < 0) worst_left = test_larger(worst_left, error / want / (1 + (double)x * (double)x * 0.15));
     }
     if (!(worst_exp <= 1.2e-7 && worst <= 9e-8 && worst_left <= 4e-7))
         fail_msg("exp is off by %.3g of its value, Phi by %.3g, and on the left by %.3g of it", worst_exp, worst,

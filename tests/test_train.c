@@ -170,7 +170,7 @@ static void test_llama_any_split(void **state) {
 /* The largest difference between the losses of two runs, as a part of the loss. */
 static double curve_distance(const curve *a, const curve *b) {
     double most = 0;
-    for (int i = 0; i < STEPS; i++) most = fmax(most, fabs(a->loss[i] - b->loss[i]) / a->loss[i]);
+    for (int i = 0; i < STEPS; i++) most = test_larger(most, fabs(a->loss[i] - b->loss[i]) / a->loss[i]);
     return most;
 }
 
