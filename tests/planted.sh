@@ -22,6 +22,8 @@
 # and 0 for the others, and the new text replaces the old text as it is. So all bugs are compiled at once, and
 # MT_PLANTED=NUMBER in the environment selects one of them.
 #
+# With two lines `run`, each with its `case`, both programs must find the bug.
+#
 # Settings may precede the program's name (run MTE_STREAMS=lazy test_cuda_nccl), and so may a build:
 # asan/test_safetensors is built with the address and undefined behaviour sanitizers, checked/test_cuda with the
 # engine's checker, and bf16/test_attention for the processor of the machine, without AMX, if it has AVX512-BF16. In
@@ -42,7 +44,7 @@ check_log=$work/check.log check_lines=40
 trap 'rm -rf "$work"' EXIT
 trap 'exit 1' HUP INT TERM
 limit=${MT_PLANTED_LIMIT:-20}
-bugs_in_all_lists=1547
+bugs_in_all_lists=1554
 jobs=$(nproc 2>/dev/null || echo 2)
 cuda=${CUDA_HOME:-/usr/local/cuda}
 ASAN_OPTIONS=allocator_may_return_null=1
@@ -224,7 +226,7 @@ how_found() {
 # Tries the bugs that this process can take.
 try_lane() {
     while IFS=$tab read -r number list title program settings case line split; do
-        take "$number" || continue
+        take "$number.$(echo "$program" | tr / .)" || continue
         start=$(now)
         outcome=FAIL
         for tries in 1 2 3; do

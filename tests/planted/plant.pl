@@ -3,8 +3,8 @@
 #
 #   perl plant.pl FOLDER LIST...     reads the headers of the working directory, writes those with the bugs to FOLDER
 #
-# Prints a line for each bug, its fields separated by tabs: number, list, title, program, settings, case, line, split;
-# or, for a bug that cannot be planted: 0, list, title, error.
+# Prints a line for each program that must find a bug, its fields separated by tabs: number, list, title, program,
+# settings, case, line, split; or, for a bug that cannot be planted: 0, list, title, error.
 use strict;
 use warnings;
 use FindBin;
@@ -54,12 +54,17 @@ my $number = 0;
 for my $bug (map { list_of($_) } @lists) {
     my $wrong = plant($bug);
     $bug->{number} = defined $wrong ? 0 : ++$number;
-    my @run = split ' ', defined $bug->{run} ? $bug->{run} : 'train_gpt';
-    my $program = pop @run;
-    my @fields = ($bug->{list}, $bug->{bug});
-    push @fields, defined $wrong ? $wrong : ($program, "@run");
-    push @fields, map { defined $bug->{$_} ? $bug->{$_} : '' } qw(case line split) unless defined $wrong;
-    print join("\t", $bug->{number}, map { $_ eq '' ? '-' : $_ } @fields), "\n";
+    my @runs = split /\n/, defined $bug->{run} ? $bug->{run} : 'train_gpt';
+    my @cases = split /\n/, defined $bug->{case} ? $bug->{case} : '';
+    for my $i (0 .. $#runs) {
+        my @run = split ' ', $runs[$i];
+        my $program = pop @run;
+        my $case = defined $cases[$i] ? $cases[$i] : '';
+        my @fields = ($bug->{list}, $bug->{bug});
+        push @fields, defined $wrong ? $wrong : ($program, "@run", $case);
+        push @fields, map { defined $bug->{$_} ? $bug->{$_} : '' } qw(line split) unless defined $wrong;
+        print join("\t", $bug->{number}, map { $_ eq '' ? '-' : $_ } @fields), "\n";
+    }
 }
 for my $header (@headers) {
     for my $cut (sort { $b->[0] <=> $a->[0] } @{ $cuts{$header} }) {
