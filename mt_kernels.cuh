@@ -19975,9 +19975,8 @@ static mt_status mti_expect_router(mt_context *ctx, const char *where, const mt_
     most = experts / r->desc.groups * r->desc.group_topk;
     if (s->topk > most)
         return mt_fail(ctx, MT_ERR_SHAPE,
-                       "%s: desc.topk is %d, must be at most %lld, the experts that a token can "
-                       "choose",
-                       where, s->topk, (long long)most);
+                       "%s: desc.topk is %d, must be at most %lld, the experts that a token can choose", where, s->topk,
+                       (long long)most);
     if (s->group_best == 0)
         r->desc.group_best = (int)mt_max(1, mt_min(s->topk / r->desc.group_topk, experts / r->desc.groups));
     return MT_SUCCESS;

@@ -566,6 +566,8 @@ static mt_status run_reduce_scatter(const call *c) {
 #define NORM_BACKWARD                                                                                                  \
     "x in 6x10, gain in 1x10, stats in 6x2, dy in 6x10, dresidual in 6x10 optional, dx out 6x10, dgain sum 1x10, "     \
     "dbias sum 1x10 optional"
+#define ROUTER_FORWARD                                                                                                 \
+    "logits in 6x14, bias in 1x14 optional, valid in 6x1 ids optional, weights out 6x3, ids out 6x3 ids"
 #define ROUTER_BACKWARD                                                                                                \
     "logits in 6x14, ids in 6x3 ids, dweights in 6x3, dscores in 1x14 optional, dlse in 1x1 optional, dlogits out "    \
     "6x14"
@@ -706,10 +708,8 @@ static const entry entries[] = {
        "y in 6x14, dy in 6x14, sums in 6x1, dx out 6x14"),
     OP("mt_softmax_shard_backward", TENSOR, 1, run_place_shard_backward,
        "y in 6x14, dy in 6x14, sums in 6x1, dx out 6x14"),
-    OP("mt_router_forward", TENSOR, 0, run_router_forward,
-       "logits in 6x14, bias in 1x14 optional, valid in 6x1 ids optional, weights out 6x3, ids out 6x3 ids"),
-    OP("mt_router_forward", TENSOR, 6, run_router_forward,
-       "logits in 6x14, bias in 1x14 optional, valid in 6x1 ids optional, weights out 6x3, ids out 6x3 ids"),
+    OP("mt_router_forward", TENSOR, 0, run_router_forward, ROUTER_FORWARD),
+    OP("mt_router_forward", TENSOR, 6, run_router_forward, ROUTER_FORWARD),
     OP("mt_router_backward", TENSOR, 4, run_router_backward, ROUTER_BACKWARD),
     OP("mt_router_backward", TENSOR, 1, run_router_backward, ROUTER_BACKWARD),
     OP("mt_router_backward", TENSOR, 2, run_router_backward, ROUTER_BACKWARD),
